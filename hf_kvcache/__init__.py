@@ -1,0 +1,17 @@
+"""hf_kvcache: key/value caches for Hugging Face transformers that hold fewer bytes and decode faster."""
+
+from .attention import attach, detach
+from .cache import KVCache, load
+from .caches import HeavyHitterCache, SlidingWindowCache, SnapKVCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HeavyHitterCache",
+    "KVCache",
+    "SlidingWindowCache",
+    "SnapKVCache",
+    "attach",
+    "detach",
+    "load",
+]

@@ -1,0 +1,534 @@
+"""The registered attention and mask functions, and `attach` / `detach`.
+
+The attention function receives whatever `cache.update` returned. Handed a `KVView`, it attends over the layer's own
+rows and then lets the layer finish its step; handed plain tensors, it passes them on to the implementation that was
+set before. Prompts go to that implementation too; decoding reads every KV head once for its whole group of queries.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .layer import KVLayer, expected
+from .ops.attention import Extras, attend
+from .policies.base import Step
+from .view import KVView
+
+NAME = "hf_kvcache"
+_before: dict[str, str] = {}  # our name -> the implementation it goes over
+
+# Steps of up to this many tokens are attended with the group folded into the query length, longer ones by the
+# implementation that was set before.
+SHORT_STEP = 16
+# Largest number of elements in one explicit mask or piece of an attention matrix.
+PIECE_ELEMENTS = 1 << 24
+
+_HONOURED = {"softcap", "s_aux", "sliding_window", "position_bias", "is_causal"}
+# What models pass along that does not change the attention of a layer with a cache.
+_NEUTRAL = {
+    "attention_mask",
+    "cache",
+    "cache_position",
+    "deterministic",
+    "hidden_states",
+    "inputs_embeds",
+    "kwargs",
+    "labels",
+    "logits_to_keep",
+    "mm_token_type_ids",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_value",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "token_type_ids",
+    "use_cache",
+}
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    before: str,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention in transformers' calling convention; `before` is the implementation underneath."""
+    layer = _layer_of(module, key)
+    if layer is None:
+        return _pass_on(before, module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    _check_model(layer, module)
+    _check_extras(layer, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    extras = Extras(scale, kwargs.get("softcap"), kwargs.get("s_aux"), dropout if module.training else 0.0)
+    expanded = not isinstance(key, KVView)
+    rows = layer.current()
+    keys = key if expanded else rows.keys
+    values = value if expanded else rows.values
+    if keys.dtype != query.dtype:
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
+    sight = Sight(layer, query, keys.shape[2], attention_mask, kwargs)
+    front = None if expanded else layer.front()
+    output, weights = _attend(
+        layer, before, module, query, keys, values, sight, extras, front[1] if front else None, kwargs
+    )
+    policy = layer.policy
+    pending = layer.pending
+    assert pending is not None
+    step = Step(
+        rows=rows,
+        new=query.shape[2],
+        start=pending.start,
+        query=query.detach() if policy.needs_queries else None,
+        keys=keys.detach(),
+        visible=sight.visible,
+        bias=sight.bias,
+        real=sight.real,
+        extras=extras,
+        prompt=layer.is_prompt(query.shape[2]),
+        probs=weights.detach().float() if weights is not None and policy.wants_probs(query.shape[2], pending.held) else None,
+        horizon=layer.horizon(pending.start + query.shape[2]),
+        padding=layer.padding,
+    )
+    with torch.no_grad():
+        layer.finish(step)
+    return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
+
+
+class Sight:
+    """What the queries of one step may see, for any range of them.
+
+    From the mask that arrives only the block among the new tokens is used, except while the layer still holds every
+    token in order: then the whole mask fits, and is used as it is.
+    """
+
+    def __init__(
+        self, layer: KVLayer, query: torch.Tensor, total: int, mask: torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
+        new = query.shape[2]
+        pending = layer.pending
+        assert pending is not None
+        self.new, self.total, self.held = new, total, pending.held
+        self.device = query.device
+        self.additive: torch.Tensor | None = None  # a float mask of full width that is more than a mask
+        self.whole: torch.Tensor | None = None  # bool, full width
+        self.block: torch.Tensor | None = None  # bool [B, 1, new, new]
+        self.causal = True
+        is_causal = kwargs.get("is_causal")
+        if mask is None:
+            self.causal = True if is_causal is None else bool(is_causal)
+        elif mask.ndim == 2:
+            self.block = mask[:, None, None, -new:].bool() & _causal(new, new, 0, new, query.device)
+        elif mask.ndim == 4:
+            self._read(layer, mask)
+        else:
+            raise NotImplementedError(f"an attention mask of shape {tuple(mask.shape)} is not understood")
+        self.real: torch.Tensor | None = None
+        if self.block is not None:
+            diagonal = self.block[:, 0].diagonal(dim1=-2, dim2=-1)  # [B, new]
+            if layer.has_empty or not bool(diagonal.all()):
+                self.real = diagonal.expand(query.shape[0], -1)
+                layer.note_padding(self.real)
+        self.past: torch.Tensor | None = None
+        self.layer_window = kwargs.get("sliding_window")
+        self.positions = layer.current().positions
+        if pending.held and not layer.complete:
+            index = torch.arange(pending.start, pending.start + new, device=query.device)
+            self.past = layer.past_visibility(self.positions[:, :, : pending.held], index, kwargs.get("sliding_window"))
+        self.position_bias = self._columns(layer, kwargs.get("position_bias"))
+
+    def _read(self, layer: KVLayer, mask: torch.Tensor) -> None:
+        if mask.dtype == torch.bool:
+            visible = mask
+        else:
+            visible = mask > torch.finfo(mask.dtype).min / 2
+            graded = bool((visible & (mask != 0)).any())
+            if graded and not layer.complete:
+                raise NotImplementedError(
+                    f"{layer.technique} has dropped tokens, but this model adds a position-dependent bias through its "
+                    "attention mask, which no longer fits. Use KVCache."
+                )
+            if graded:
+                self.additive = mask
+        if layer.complete and mask.shape[-1] == self.total:
+            self.whole = visible
+        self.block = visible[..., -self.new :]
+
+    def _columns(self, layer: KVLayer, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """A bias over all positions, brought to the rows that are held."""
+        if bias is None or bias.shape[-1] == self.total and layer.complete:
+            return bias
+        index = self.positions.clamp(min=0).long()  # [B, H|1, N]
+        batch, heads = index.shape[0], bias.shape[1]
+        if index.shape[1] not in (1, heads):
+            index = index.repeat_interleave(heads // index.shape[1], dim=1)
+        index = index.expand(batch, heads, -1)[:, :, None, :].expand(-1, -1, bias.shape[2], -1)
+        return bias.expand(batch, -1, -1, -1).gather(-1, index)
+
+    def visible(self, start: int, stop: int) -> torch.Tensor | None:
+        """Bool `[B|1, H|1, stop-start, total]` for queries `start:stop`, or None where they see every row."""
+        if self.whole is not None:
+            return self.whole[..., start:stop, :]
+        if self.block is not None:
+            block = self.block[..., start:stop, :]
+        elif self.causal and self.new > 1:
+            block = _causal(stop - start, self.new, start, self.new, self.device)
+        elif self.past is None:
+            return None
+        else:
+            block = torch.ones(1, 1, stop - start, self.new, dtype=torch.bool, device=self.device)
+        if not self.held:
+            return block
+        if self.past is None:
+            past = torch.ones(1, 1, 1, self.held, dtype=torch.bool, device=self.device)
+        else:
+            past = self.past[..., start:stop, :]
+        batch, heads = max(past.shape[0], block.shape[0]), max(past.shape[1], block.shape[1])
+        q = stop - start
+        return torch.cat([past.expand(batch, heads, q, -1), block.expand(batch, heads, q, -1)], dim=-1)
+
+    def bias(self, start: int, stop: int) -> torch.Tensor | None:
+        """Additive `[B|1, Hq|1, stop-start, total]`, or None."""
+        parts = [x[..., start:stop, :] for x in (self.position_bias, self.additive) if x is not None]
+        return None if not parts else parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _causal(rows: int, columns: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Bool `[1, 1, rows, columns]`: query `start + i` sees columns up to itself."""
+    query = torch.arange(start, start + rows, device=device)
+    return (torch.arange(columns, device=device)[None, :] <= query[:, None])[None, None]
+
+
+def _attend(
+    layer: KVLayer,
+    before: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sight: Sight,
+    extras: Extras,
+    front: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output `[B, Q, Hq, Dv]`, and float32 weights `[B, Hq, Q, N]` where they had to be computed."""
+    new, total = query.shape[2], keys.shape[2]
+    pending = layer.pending
+    assert pending is not None
+    want = before == "eager" or layer.policy.wants_probs(new, pending.held)
+    # The stock SDPA implementation has neither soft caps nor attention sinks.
+    own = before == "sdpa" and (extras.softcap is not None or extras.sinks is not None)
+    if new > SHORT_STEP or not pending.held:
+        if not own:
+            if front is not None:
+                keys = torch.cat([front, keys[:, :, front.shape[2] :]], dim=2)
+            return _long_step(before, module, query, keys, values, sight, extras, kwargs)
+        return _in_pieces(query, keys, values, sight, extras, front)
+    visible, bias = sight.visible(0, new), sight.bias(0, new)
+    plain = bias is None and front is None and extras.softcap is None and extras.sinks is None and not extras.dropout
+    if plain and not want and _sdpa_is_fast(query):
+        return _packed_sdpa(query, keys, values, visible, extras.scaling).transpose(1, 2).contiguous(), None
+    visible, bias = _by_kv_head(visible, bias, keys.shape[1])
+    block = attend(query, keys, values, extras, visible, bias, front, need_probs=want)
+    return block.output.transpose(1, 2).contiguous(), block.probs
+
+
+def _sdpa_is_fast(query: torch.Tensor) -> bool:
+    return True
+
+
+def _by_kv_head(
+    visible: torch.Tensor | None, bias: torch.Tensor | None, heads: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A mask with one entry for each *query* head becomes part of the bias."""
+    if visible is None or visible.shape[1] in (1, heads):
+        return visible, bias
+    extra = torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, torch.finfo(torch.float32).min)
+    return None, extra if bias is None else (bias + extra).clamp(min=torch.finfo(torch.float32).min)
+
+
+def _packed_sdpa(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """SDPA with the group folded into the query length: keys and values are read once per KV head."""
+    b, hq, q, d = query.shape
+    hk = keys.shape[1]
+    group = hq // hk
+    folded = query.reshape(b, hk, group * q, d)
+    mask = None
+    if visible is not None:
+        if visible.shape[1] == hq and hq != hk:
+            mask = visible.reshape(visible.shape[0], hk, group * q, -1)
+        elif q == 1:
+            mask = visible
+        else:
+            mask = visible.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
+    output = nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+    return output.reshape(b, hq, q, values.shape[-1])
+
+
+def _in_pieces(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sight: Sight,
+    extras: Extras,
+    front: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """A long step with soft caps or attention sinks, a piece of the queries at a time."""
+    piece = max(1, PIECE_ELEMENTS // (query.shape[0] * query.shape[1] * keys.shape[2]))
+    outputs = []
+    for start in range(0, query.shape[2], piece):
+        stop = min(start + piece, query.shape[2])
+        visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), keys.shape[1])
+        outputs.append(attend(query[:, :, start:stop], keys, values, extras, visible, bias, front).output)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _long_step(
+    before: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sight: Sight,
+    extras: Extras,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A prompt: the implementation that was set before, with a mask over the rows that are there."""
+    new, total, heads = query.shape[2], keys.shape[2], query.shape[1]
+    kwargs = dict(kwargs, position_bias=sight.position_bias) if sight.position_bias is not None else kwargs
+    if not sight.held and sight.block is None and sight.additive is None:
+        return _pass_on(before, module, query, keys, values, None, extras.dropout, extras.scaling, kwargs)
+    if sight.additive is not None:
+        return _pass_on(before, module, query, keys, values, sight.additive, extras.dropout, extras.scaling, kwargs)
+    if sight.whole is not None or not sight.held:
+        mask = sight.visible(0, new)
+        return _pass_on(before, module, query, keys, values, mask, extras.dropout, extras.scaling, kwargs)
+    # A mask of this library's own making may differ by head; flash and flex have no such form.
+    if before not in ("sdpa", "eager"):
+        before = "sdpa"
+    outputs, weights = [], []
+    piece = max(1, PIECE_ELEMENTS // total)
+    for start in range(0, new, piece):
+        stop = min(start + piece, new)
+        mask = sight.visible(start, stop)
+        if mask is not None and mask.shape[1] not in (1, heads):
+            mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+        part = kwargs
+        if kwargs.get("position_bias") is not None:
+            part = dict(kwargs, position_bias=kwargs["position_bias"][:, :, start:stop])
+        output, weight = _pass_on(
+            before, module, query[:, :, start:stop], keys, values, mask, extras.dropout, extras.scaling, part
+        )
+        outputs.append(output)
+        weights.append(weight)
+    joined = None if weights[0] is None else torch.cat([w for w in weights if w is not None], dim=2)
+    return torch.cat(outputs, dim=1), joined
+
+
+def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
+    if isinstance(key, KVView):
+        return key.layer
+    # Keys that were read and expanded before they came here (MLA).
+    layer: KVLayer | None = getattr(expected, "layer", None)
+    expected.layer = None
+    if layer is None or not layer.expanded or layer.pending is None:
+        return None
+    if getattr(module, "layer_idx", None) != layer.layer_idx or key.shape[2] != layer.current().length:
+        return None
+    return layer
+
+
+def _check_model(layer: KVLayer, module: nn.Module) -> None:
+    config = getattr(module, "config", None)
+    if config is None or layer.signature is None or layer.checked == id(module):
+        return
+    layer.checked = id(module)
+    given = signature_of(config)
+    if given != layer.signature and given[1:] != layer.signature[1:]:
+        raise ValueError(
+            f"this {layer.technique} was made for a model with {_words(layer.signature)} but is used with one with "
+            f"{_words(given)}: make a cache for each model"
+        )
+
+
+def signature_of(config: Any) -> tuple[Any, ...]:
+    """What tells two models' caches apart: model type, and the sizes of keys and values."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return (getattr(config, "model_type", None), *(getattr(config, name, None) for name in names))
+
+
+def _words(signature: tuple[Any, ...]) -> str:
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return ", ".join(f"{name}={value}" for name, value in zip(names, signature, strict=True) if value is not None)
+
+
+def _check_extras(layer: KVLayer, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if value is None or value is False or name in _HONOURED or name in _NEUTRAL:
+            continue
+        raise NotImplementedError(
+            f"this model passes `{name}` to its attention, which {layer.technique} does not know and will not ignore. "
+            "Use transformers' DynamicCache for this model."
+        )
+
+
+def _pass_on(
+    before: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call the implementation underneath, with the mask in the form that it takes."""
+    function = _eager_of(module) if before == "eager" else ALL_ATTENTION_FUNCTIONS[before]
+    kwargs = dict(kwargs)
+    is_causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    new = query.shape[2]
+    if before == "eager":
+        kwargs.pop("is_causal", None)
+        if mask is None and causal and new > 1:
+            mask = _causal(new, key.shape[2], key.shape[2] - new, 0, query.device)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+                ~mask, torch.finfo(query.dtype).min
+            )
+    elif before == "flex_attention":
+        mask = _block_mask(mask, causal, query, key)
+    elif before != "sdpa" and mask is not None and mask.ndim == 4 and mask.dtype == torch.bool:
+        # flash: the padding of each row, from the last query that is not padding itself
+        mask = mask[:, 0].any(dim=1)
+        mask = None if bool(mask.all()) else mask
+    if scaling is not None:
+        kwargs["scaling"] = scaling
+    if before in ("sdpa", "eager", "flex_attention"):
+        return function(module, query, key, value, mask, dropout=dropout, **kwargs)
+    # Flash implementations look their kernel up by the configured name.
+    config = module.config
+    mine = config._attn_implementation
+    config._attn_implementation_internal = before
+    try:
+        return function(module, query, key, value, mask, dropout=dropout, **kwargs)
+    finally:
+        config._attn_implementation_internal = mine
+
+
+def _block_mask(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, key: torch.Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    offset = key.shape[2] - query.shape[2]
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask > torch.finfo(mask.dtype).min / 2
+    if mask is None and not causal:
+        return None
+
+    def sees(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return kv <= q + offset if mask is None else mask[b, 0, q, kv]
+
+    return create_block_mask(sees, query.shape[0], None, query.shape[2], key.shape[2], device=query.device)
+
+
+def _eager_of(module: nn.Module) -> Callable[..., Any]:
+    """The `eager_attention_forward` of the file that defines the module."""
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise NotImplementedError(
+        f"{type(module).__name__} has no eager attention function; load the model with attn_implementation='sdpa'"
+    )
+
+
+# ---------------------------------------------------------------------- attach and detach
+
+
+def _register(before: str) -> str:
+    name = NAME if before == "sdpa" else f"{NAME}_{before.replace('flash', 'fl').replace('/', '.')}"
+    if name not in _before:
+        _before[name] = before
+        AttentionInterface.register(name, partial(attention_forward, before=before))
+        AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+_register("sdpa")
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Configs of the submodels that decode: the text model, or all of an encoder-decoder model."""
+    decoder = model.config.get_text_config(decoder=True)
+    found: list[Any] = []
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        config = module.config
+        if (config is decoder or model.config.is_encoder_decoder) and not any(config is other for other in found):
+            found.append(config)
+    return found
+
+
+def _attention_models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    configs = _configs(model)
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in configs)]
+
+
+def can_attach(model: PreTrainedModel) -> bool:
+    """Whether the model's attention can be routed through this library."""
+    models = _attention_models(model)
+    return bool(models) and all(m._can_set_attn_implementation() for m in models)
+
+
+def attach(model: PreTrainedModel) -> PreTrainedModel:
+    """Route the attention of `model` through this library; every other cache keeps working. Idempotent.
+
+    Passing a model to a cache does this. The implementation that was set before (SDPA, flash, flex, eager) keeps
+    computing prompts, and `detach` brings it back.
+
+    Raises:
+        NotImplementedError: the model has attention code of its own, without transformers' attention interface.
+    """
+    if not can_attach(model):
+        raise NotImplementedError(
+            f"{type(model).__name__} has attention code of its own and cannot be attached. KVCache works with it as it "
+            "is; caches that drop tokens do not."
+        )
+    for config in _configs(model):
+        if not is_ours(config._attn_implementation):
+            config._attn_implementation_internal = _register(config._attn_implementation or "eager")
+    return model
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Bring back the attention implementation that `attach` found. Does nothing on a model that is not attached."""
+    for config in _configs(model):
+        if is_ours(config._attn_implementation):
+            config._attn_implementation_internal = _before[config._attn_implementation]
+    return model
+
+
+def is_ours(name: str | None) -> bool:
+    return name in _before

@@ -1,0 +1,320 @@
+"""KVCache: one layer object per model layer, and everything a user asks of a cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+
+from . import storage
+from .attention import attach, can_attach, signature_of
+from .layer import HybridKVLayer, KVLayer
+from .policies.base import Policy
+
+SLIDING_NAMES = ("DynamicSlidingWindowLayer",)
+
+
+class KVCache(DynamicCache):
+    """A key/value cache for `generate(past_key_values=...)`: the general form, of which every other class is a preset.
+
+    With no policy it is the identity: lossless, every token kept, in buffers that grow in place; with a model it also
+    decodes faster than `DynamicCache`, because each KV head is read once for its whole group of queries.
+
+    Args:
+        model_or_config: the model (it is attached, see `attach`) or its config. Policies that drop tokens need the
+            model.
+        policy: which tokens stay; None keeps all.
+        codec, offload, sharing: how blocks are written, where they live, which layers share. Not available in this
+            version: anything but None raises `NotImplementedError`.
+        scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
+            to transformers; `"all"` replaces sliding and chunked attention layers too.
+
+    Raises:
+        ValueError: encoder-only models, impossible arguments, a config where a model is needed.
+        NotImplementedError: models that the technique cannot serve, with the reason.
+    """
+
+    def __init__(
+        self,
+        model_or_config: PreTrainedModel | PreTrainedConfig,
+        policy: Policy | None = None,
+        codec: Any = None,
+        offload: Any = None,
+        sharing: Any = None,
+        scope: str = "full",
+    ) -> None:
+        for name, part in (("codec", codec), ("offload", offload), ("sharing", sharing)):
+            if part is not None:
+                raise NotImplementedError(f"`{name}` is not available in this version of hf_kvcache; leave it None")
+        if scope not in ("full", "all"):
+            raise ValueError(f"`scope` must be 'full' or 'all', got {scope!r}")
+        policy = policy if policy is not None else Policy()
+        if not isinstance(policy, Policy):
+            raise ValueError(f"`policy` must be a hf_kvcache.policies.Policy, got {type(policy).__name__}")
+        model, config = _model_and_config(model_or_config)
+        decoder = config.get_text_config(decoder=True)
+        technique = type(self).__name__
+        _check_config(config, decoder, technique)
+        if policy.needs_model and model is None:
+            raise ValueError(
+                f"{technique} needs the model itself, not only its config, because it takes part in attention: "
+                f"{technique}(model, ...)"
+            )
+        attached = model is not None and can_attach(model)
+        if policy.drops and not attached:
+            raise NotImplementedError(
+                f"{technique} drops tokens, but {type(model).__name__} has attention code of its own and cannot be told "
+                "which tokens are left. Use KVCache, which keeps every token."
+            )
+        expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
+        self.policy = policy
+        self.scope = scope
+        self.config_signature = signature_of(decoder)
+        layers = []
+        replaced = 0
+        native = DynamicCache(config=config).layers
+        for index, layer in enumerate(native):
+            made = _replace_layer(layer, index, len(native), policy, scope, attached, technique, expanded)
+            if made is not None:
+                made.signature = self.config_signature
+                replaced += 1
+            layers.append(layer if made is None else made)
+        if policy.drops and not replaced:
+            kinds = sorted({type(layer).__name__ for layer in native})
+            fix = " Use scope='all'." if any(_window_of(layer) for layer in native) and scope == "full" else ""
+            raise NotImplementedError(
+                f"{technique} would change nothing: this model has no full-attention layer (its layers: "
+                f"{', '.join(kinds)}).{fix}"
+            )
+        Cache.__init__(self, layers=layers)
+        if model is not None and attached:
+            attach(model)
+        self.fingerprint = storage.fingerprint(model) if model is not None else None
+
+    # ------------------------------------------------------------------ what it holds
+
+    @property
+    def kv_layers(self) -> list[KVLayer]:
+        """The layers that this library holds; the others are transformers' own."""
+        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage held, of every layer: keys, values, positions, scores and slack."""
+        return sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+
+    def kept_length(self, layer_idx: int = 0) -> int:
+        """Rows (tokens) physically held per KV head by layer `layer_idx`."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, KVLayer):
+            return layer.kept
+        keys = getattr(layer, "keys", None)
+        return 0 if keys is None or keys.ndim < 3 else keys.shape[-2]
+
+    def kept_positions(self, layer_idx: int = 0) -> torch.Tensor:
+        """Sequence positions of the rows held by layer `layer_idx`: int32 `[B, Hkv, kept]`, ascending, -1 for padding.
+
+        Raises `ValueError` for a layer that is left to transformers.
+        """
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, KVLayer):
+            raise ValueError(f"layer {layer_idx} is transformers' own {type(layer).__name__}; see `cache.kv_layers`")
+        return layer.kept_positions()
+
+    def expected_bytes(
+        self, config: PreTrainedConfig, batch: int, tokens: int, dtype: torch.dtype | None = None
+    ) -> int:
+        """The formula behind `nbytes`: bytes of this cache after one prompt of `tokens` tokens in a batch of `batch`.
+
+        Counts the layers that this library holds (all, on a full-attention model).
+        """
+        decoder = config.get_text_config(decoder=True)
+        dtype = dtype or getattr(decoder, "dtype", None) or torch.float32
+        heads, key_dim, value_dim = _row_shape(decoder)
+        total = 0
+        for layer in self.kv_layers:
+            rows = layer.policy.rows_after(tokens)
+            per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
+            position_heads = heads if layer.policy.per_head_positions and rows < tokens else 1
+            total += batch * rows * (heads * per_head + position_heads * 4)
+        return total
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens ever given (not the rows held): positions come from it."""
+        return super().get_seq_length(layer_idx)
+
+    def __repr__(self) -> str:
+        layers = self.kv_layers
+        name = type(self).__name__
+        arguments = ", ".join(f"{k}={v!r}" for k, v in self.policy.describe().items() if v is not None)
+        seen = self._seen()
+        if not layers or seen == 0:
+            return f"{name}({arguments}): empty"
+        kept = [layer.kept for layer in layers]
+        rows = layers[0].segment.rows
+        span = f"{kept[0]}" if min(kept) == max(kept) else f"{min(kept)}-{max(kept)}"
+        heads = sum(layer.segment.rows.keys.shape[1] for layer in layers)
+        full = seen * rows.keys.shape[0] * heads * (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.element_size()
+        own = sum(layer.nbytes for layer in layers)
+        text = (
+            f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
+            f"{rows.keys.element_size() * 8} bits per element, {self.nbytes:,} bytes, {own / full:.3f} of full precision"
+        )
+        others = len(self.layers) - len(layers)
+        return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
+
+    def _seen(self) -> int:
+        return max((layer.get_seq_length() for layer in self.kv_layers), default=0)
+
+    def __bool__(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------------ operations
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"this cache was made for a model of {len(self.layers)} layers but is used with one that has more: make "
+                "a cache for each model"
+            )
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Prepare for `crop`: from now on a step's rows are dropped only once it is known to be accepted."""
+        super().activate_past_recording()
+
+    def copy(self) -> KVCache:
+        """An independent copy (the same as `copy.deepcopy`)."""
+        return copy.deepcopy(self)
+
+    def save(self, path: str) -> None:
+        """Write the cache to one safetensors file, with checksums and the fingerprint of its model.
+
+        Raises `NotImplementedError` for layer kinds that have no stored form.
+        """
+        storage.save(self, path)
+
+    def load(self, path: str) -> KVCache:
+        """Read a file written by `save` into this cache (of the same technique and arguments, for the same model).
+
+        Everything is verified before anything is changed. Raises `ValueError` saying what is wrong with the file.
+        """
+        storage.load_into(self, path)
+        return self
+
+
+def load(path: str, model: PreTrainedModel) -> KVCache:
+    """A cache from a file written by `cache.save(path)`, for the same model.
+
+    Raises `ValueError` for a file that is truncated, altered, of another model, or not safetensors.
+    """
+    return storage.load(path, model)
+
+
+def _model_and_config(model_or_config: Any) -> tuple[PreTrainedModel | None, PreTrainedConfig]:
+    if isinstance(model_or_config, PreTrainedConfig):
+        return None, model_or_config
+    model = model_or_config
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        # PEFT and torch.compile wrap the model; what is attached is the model inside.
+        for attribute in ("get_base_model", "_orig_mod", "module"):
+            inner = getattr(model, attribute, None)
+            inner = inner() if attribute == "get_base_model" and callable(inner) else inner
+            if isinstance(inner, PreTrainedModel):
+                return inner, inner.config
+    if isinstance(model, PreTrainedModel):
+        return model, model.config
+    raise ValueError(f"expected a transformers model or config, got {type(model_or_config).__name__}")
+
+
+def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique: str) -> None:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    generates = (
+        config.is_encoder_decoder
+        or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        or config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder
+    if encoder and (not generates or getattr(config, "is_decoder", None) is False):
+        raise ValueError(
+            f"{technique}: '{config.model_type}' is an encoder-only model (config.is_decoder is False), which has no "
+            "key/value cache. Set `config.is_decoder=True` before building the model if it is meant to decode."
+        )
+    if getattr(decoder, "num_hidden_layers", None) is None:
+        raise ValueError(f"{technique}: the config of '{config.model_type}' names no `num_hidden_layers`")
+
+
+def _window_of(layer: Any) -> int | None:
+    return getattr(layer, "sliding_window", None) if type(layer).__name__ in SLIDING_NAMES else None
+
+
+def _replace_layer(
+    layer: Any,
+    index: int,
+    count: int,
+    policy: Policy,
+    scope: str,
+    attached: bool,
+    technique: str,
+    expanded: bool,
+) -> KVLayer | None:
+    """Our layer in place of transformers' `layer`, or None where it is left as it is."""
+    arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
+    if type(layer) is DynamicLayer:
+        return KVLayer(policy.for_layer(index, count, None), **arguments)
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        states = layer.number_of_states
+        return HybridKVLayer(policy.for_layer(index, count, None), number_of_states=states, **arguments)
+    window = _window_of(layer)
+    if scope == "all" and window is not None and attached:
+        return KVLayer(policy.for_layer(index, count, window), sliding_window=window, **arguments)
+    return None
+
+
+def _native_nbytes(layer: Any) -> int:
+    """Bytes of all tensors of a layer of transformers' own, each storage once."""
+    seen: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage_ = value.untyped_storage()
+            seen[storage_.data_ptr()] = storage_.nbytes()
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+
+    for name, value in vars(layer).items():
+        if not name.startswith("_"):
+            visit(value)
+    return sum(seen.values())
+
+
+def _row_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """(KV heads, key size, value size) of one cached row."""
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank is not None and getattr(config, "qk_rope_head_dim", None) is not None:
+        return 1, rank, config.qk_rope_head_dim
+    query_heads = config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or query_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
+    return heads, dim, dim
+
+
+__all__ = ["KVCache", "load"]

@@ -1,0 +1,7 @@
+"""The named presets, one file each."""
+
+from .heavy_hitter import HeavyHitterCache
+from .sliding_window import SlidingWindowCache
+from .snapkv import SnapKVCache
+
+__all__ = ["HeavyHitterCache", "SlidingWindowCache", "SnapKVCache"]

@@ -1,0 +1,565 @@
+"""KVLayer: the cache of one model layer, and the only place that touches `seen` and `kept`.
+
+The order of every step is the contract: `update` receives new keys and values and returns a handle; attention sees the
+rows held when the step began plus the new ones in full precision; only then does the policy drop.
+
+- `seen`: tokens ever given. `get_seq_length()` returns it, and positions come from it.
+- `kept`: rows physically held per KV head. `get_mask_sizes()` returns `(kept + q, seen - kept)`, so the last q columns
+  of a mask built from it are right whatever was dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from .policies.base import Keep, LayerPolicy, Step
+from .segments import DenseSegment, Rows
+from .segments.dense import EMPTY
+from .view import KVView
+
+# The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
+# it attends (MLA) hands plain tensors on, and the attention function finds the layer here.
+expected = threading.local()
+
+# Queries kept back while a draft is being verified: the longest draft that can be rolled back.
+MAX_ROLLBACK = 256
+
+
+@dataclass
+class Pending:
+    """New tokens between `update` and the end of their step."""
+
+    rows: Rows  # the new rows alone
+    start: int  # sequence index of the first of them
+    held: int  # rows held when the step began
+    written: bool  # already appended to the segment
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer's cache: a segment of rows, a policy, and the rules of the contract.
+
+    Args:
+        policy: what stays.
+        layer_idx: index of the model layer.
+        sliding_window: the layer's own window (tokens, as `config.sliding_window`), or None.
+        chunk_size: the layer's attention chunk (tokens), or None.
+        attached: whether the model's attention goes through this library, so that a handle may be returned.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self,
+        policy: LayerPolicy,
+        layer_idx: int,
+        sliding_window: int | None = None,
+        chunk_size: int | None = None,
+        attached: bool = False,
+        technique: str = "KVCache",
+        expanded: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.layer_idx = layer_idx
+        self.sliding_window = sliding_window
+        self.chunk_size = chunk_size
+        self.attached = attached
+        self.technique = technique
+        # The model stores latents and expands them to all heads before it attends (MLA).
+        self.expanded = expanded
+        self.signature: tuple[Any, ...] | None = None
+        self.checked: int | None = None  # id of the attention module that was found to fit
+        self.segment = DenseSegment()
+        self.is_initialized = False
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.segment.clear()
+        self.policy.reset()
+        self._seen = 0
+        self.pending: Pending | None = None
+        self._deferred: Step | None = None  # a step whose drop waits for `crop` (recording mode)
+        self._next_is_prompt = True
+        self._last_drop = 0  # `seen` when a row was last dropped or a score was last changed for good
+        self._complete = True  # every token ever given is held, in order
+        self._packed = False  # rows were written by the policy, in its order
+        self._has_empty = False  # some row may be padding or an empty slot
+        self._padding: torch.Tensor | None = None  # [B] padding tokens at the start of each batch row
+        self._batch = -1
+        self.is_initialized = False
+
+    # ------------------------------------------------------------------ state that transformers asks for
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        return self.sliding_window is not None or self.chunk_size is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All keys, in order, or None while empty (for code that looks into the cache)."""
+        return self.materialize("keys") if self._seen else None
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        if value is not None:
+            raise AttributeError("keys are written through `update` only")
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """All values, in order, or None while empty."""
+        return self.materialize("values") if self._seen else None
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        if value is not None:
+            raise AttributeError("values are written through `update` only")
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: device, dtype and shapes are taken from the first keys."""
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def kept(self) -> int:
+        """Rows held per KV head (pending ones included)."""
+        self.settle()
+        return self.segment.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        kept = self.kept
+        return kept + query_length, self._seen - kept
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storage held by this layer, slack, metadata and policy state included."""
+        self.settle()
+        total = self.segment.nbytes
+        if self._deferred is not None:
+            for tensor in (self._deferred.query, self._deferred.recorded):
+                total += tensor.untyped_storage().nbytes() if tensor is not None else 0
+        return total
+
+    def kept_positions(self) -> torch.Tensor:
+        """Positions of held rows `[B, H, kept]`, ascending; -1 for slots that hold no token (padding, short rows)."""
+        self.settle()
+        if self.segment.is_empty:
+            return torch.empty(max(self._batch, 0), 0, 0, dtype=torch.int32)
+        rows = self.segment.rows
+        return rows.positions.expand(-1, rows.keys.shape[1], -1).sort(dim=-1).values
+
+    # ------------------------------------------------------------------ a step: update, attend, finish
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.settle()
+        if self._deferred is not None:
+            self._apply(self._deferred)  # no rollback came: the previous draft was accepted
+        self._check(key_states, value_states)
+        new = key_states.shape[2]
+        if not self.is_initialized:
+            self._batch = key_states.shape[0]
+            self.is_initialized = True
+        held = self.segment.length
+        index = torch.arange(self._seen, self._seen + new, dtype=torch.int32, device=key_states.device)
+        positions = index.expand(self._batch, 1, new)
+        scores = None
+        if self.policy.uses_scores:
+            scores = torch.zeros(key_states.shape[:3], dtype=torch.float32, device=key_states.device)
+        rows = Rows(key_states, value_states, positions, scores)
+        # A prompt on an empty cache is attended where it lies, and only what stays is written. Everything else is
+        # written first, so that one contiguous buffer is attended.
+        written = held > 0
+        if written:
+            self.segment.append(rows)
+        self.pending = Pending(rows, self._seen, held, written)
+        self._seen += new
+        if not self.attached:
+            return self.materialize("keys"), self.materialize("values")
+        total = held + new
+        return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not self.is_initialized or self.segment.is_empty:
+            return
+        rows = self.segment.rows
+        if keys.shape[0] != self._batch:
+            raise ValueError(
+                f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
+                "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change this one"
+            )
+        held = (rows.keys.shape[1], rows.keys.shape[3], rows.values.shape[3])
+        given = (keys.shape[1], keys.shape[3], values.shape[3])
+        if held != given:
+            raise ValueError(
+                f"layer {self.layer_idx} holds (kv heads, key size, value size) = {held} but was given {given}: this "
+                "cache belongs to another model; make a new one or call `cache.reset()`"
+            )
+
+    def current(self) -> Rows:
+        """Rows to attend over: held ones, then the pending ones."""
+        if self.pending is not None and not self.pending.written:
+            return self.pending.rows
+        return self.segment.rows
+
+    def front(self) -> tuple[str, torch.Tensor] | None:
+        """Moved sink rows to use in place of the first ones: which tensor, and `[B, H, F, D]`."""
+        if not self._packed or self.segment.is_empty:
+            return None
+        start = self.pending.start if self.pending is not None else self._seen
+        return self.policy.front_rows(self.segment.rows, start)
+
+    def materialize(self, which: str) -> torch.Tensor:
+        """All keys or values `[B, H, kept, D]`, in order.
+
+        Raises `NotImplementedError` where the policy drops rows and the model's attention does not go through this
+        library's function: the model would apply a mask that does not fit the rows.
+        """
+        if self.policy.drops and self.pending is not None and not self.expanded:
+            raise NotImplementedError(
+                f"{self.technique} drops tokens, but this model reads its keys before the attention function (or has "
+                "attention code of its own), so it cannot be told which tokens are left. Use KVCache or a cache that "
+                "keeps every token."
+            )
+        rows = self.current()
+        tensor = getattr(rows, which)
+        front = self.front() if self._packed else None
+        if front is not None and front[0] == which:
+            tensor = torch.cat([front[1], tensor[:, :, front[1].shape[2] :]], dim=2)
+        if self.pending is not None:
+            expected.layer = self
+        return tensor
+
+    def past_visibility(
+        self, positions: torch.Tensor, query_index: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor | None:
+        """Which past rows each query may see: bool `[B, H|1, Q, N]`, or None for all.
+
+        `positions [B, H|1, N]` are past rows (older than every query, so causality is free), `query_index [Q]` the
+        sequence indices of the queries, `window` a sliding window that the model asks for in this call.
+        """
+        window = self.sliding_window if window is None else window
+        visible = None
+        if self._has_empty:
+            visible = (positions != EMPTY)[:, :, None, :].expand(-1, -1, query_index.numel(), -1)
+        if window is not None:
+            near = positions[:, :, None, :] > query_index[None, None, :, None] - window
+            visible = near if visible is None else visible & near
+        if self.chunk_size is not None:
+            # Chunks are counted from the first real token of each batch row.
+            pad = self._padding if self._padding is not None else torch.zeros(1, device=positions.device)
+            pad = pad.view(-1, 1, 1, 1).to(positions.device)
+            size = self.chunk_size
+            mine = torch.div(query_index[None, None, :, None] - pad, size, rounding_mode="floor")
+            same = torch.div(positions[:, :, None, :] - pad, size, rounding_mode="floor") == mine
+            visible = same if visible is None else visible & same
+        return visible
+
+    def note_padding(self, real: torch.Tensor | None) -> None:
+        """Record which of the pending tokens are padding (`real`: bool `[B, new]`, None when all are real)."""
+        assert self.pending is not None
+        if real is None:
+            return
+        self._has_empty = True
+        count = (~real).sum(-1)
+        self._padding = count if self._padding is None else self._padding + count * (self._padding == self.pending.start)
+        positions = self.pending.rows.positions.masked_fill(~real[:, None], EMPTY)
+        self.pending.rows.positions = positions
+        if self.pending.written:
+            new = self.pending.rows.length
+            self.segment.rows.positions[:, :, -new:].copy_(positions)
+
+    def is_prompt(self, new: int) -> bool:
+        """Whether a step of `new` tokens is (part of) a prompt, as against decoding and checking drafts."""
+        return new > 1 and (not self.record_past or self._next_is_prompt)
+
+    def horizon(self, end: int) -> int | torch.Tensor:
+        """The last position that no query from `end` on can see."""
+        if self.sliding_window is not None:
+            return end - self.sliding_window
+        if self.chunk_size is not None:
+            pad = self._padding[:, None, None] if self._padding is not None else 0
+            return (end - pad) // self.chunk_size * self.chunk_size + pad - 1
+        return EMPTY
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether some row may be padding or an empty slot."""
+        return self._has_empty
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """Padding tokens before each batch row `[B]`, or None where there are none."""
+        return self._padding
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token ever given is held, in order, so that a full-width mask from outside fits the rows."""
+        return self._complete
+
+    def finish(self, step: Step) -> None:
+        """End of a step: the policy looks, and unless a rollback may follow, drops."""
+        pending = self.pending
+        assert pending is not None
+        if not self.record_past:
+            self._apply(step)
+            self.pending = None
+            return
+        if not pending.written:
+            self.segment.append(pending.rows)
+        self.pending = None
+        self._deferred = self._hold_back(step)
+        self._next_is_prompt = False
+
+    def _hold_back(self, step: Step) -> Step | None:
+        """What must be kept of a step until it is known how much of it is rolled back."""
+        if not self.policy.drops and self.sliding_window is None:
+            return None
+        rows = self.segment.rows
+        if not self.policy.needs_queries or step.query is None:
+            return replace(step, rows=rows, query=None, keys=None, probs=None)
+        if step.keys is not None and step.keys.shape[1] != rows.keys.shape[1]:
+            raise NotImplementedError(
+                f"{self.technique}: rolling back a draft is not possible on a model that expands its cache to more "
+                "heads (MLA); generate without an assistant or prompt lookup"
+            )
+        keep = min(step.new, MAX_ROLLBACK)
+        skip = step.new - keep
+        recorded = None
+        if skip and self.policy.uses_scores:
+            # Queries that no rollback can reach count now; their sums are all that is kept of them.
+            recorded = self.policy.partial_scores(queries_of(step, 0, skip))
+        late = queries_of(step, skip, step.new)
+        assert late.query is not None
+        # Masks become tensors here: the rows they speak of may move before the step is applied.
+        visible, bias = late.visible(0, keep), late.bias(0, keep)
+        return replace(
+            late,
+            rows=rows,
+            query=late.query.detach().clone(),
+            keys=None,
+            probs=None,
+            recorded=recorded,
+            visible=_slices(visible),
+            bias=_slices(bias),
+        )
+
+    def _apply(self, step: Step) -> None:
+        """Let the policy observe a step, then drop what it does not keep."""
+        self._deferred = None
+        unwritten = self.pending.rows if self.pending is not None and not self.pending.written else None
+        rows = self.segment.rows if unwritten is None else unwritten
+        step = replace(step, rows=rows, keys=rows.keys if step.keys is None else step.keys)
+        if self.policy.drops:
+            self.policy.observe(step)
+            if self.policy.uses_scores:
+                self._last_drop = step.end
+        if unwritten is None and step.new == 1 and self._packed:
+            slot = self.policy.victim(step)
+            if slot is not None:
+                self.segment.overwrite(slot)
+                self._dropped(step)
+                return
+        chosen = self.policy.keep(step) if self.policy.drops else self._expire(step)
+        if chosen is not None:
+            self._write(rows, chosen)
+            self._dropped(step)
+        elif unwritten is not None:
+            self.segment.append(unwritten)
+
+    def _write(self, rows: Rows, chosen: Keep) -> None:
+        kept = rows.gather(chosen.index)
+        if chosen.filled is not None and not bool(chosen.filled.all()):
+            kept.positions = kept.positions.masked_fill(~chosen.filled.expand_as(kept.positions), EMPTY)
+            if kept.scores is not None:
+                kept.scores = kept.scores.masked_fill(~chosen.filled.expand_as(kept.scores), 0.0)
+            self._has_empty = True
+        self.segment.replace(kept, self.policy.reserve)
+        self._packed = True
+
+    def _dropped(self, step: Step) -> None:
+        self._complete = False
+        self._last_drop = step.end
+
+    def _expire(self, step: Step) -> Keep | None:
+        """On a sliding layer that keeps everything: forget rows that no later query can see, now and then."""
+        window = self.sliding_window
+        if window is None or step.rows.length < window + max(window, 32):
+            return None
+        last = torch.arange(step.rows.length - window, step.rows.length, device=step.rows.positions.device)
+        return Keep(last.expand(step.rows.positions.shape[0], 1, window))
+
+    def settle(self) -> None:
+        """Commit tokens that were given but never attended through this library (a materialised handle)."""
+        pending = self.pending
+        if pending is None:
+            return
+        if self.policy.drops:
+            raise RuntimeError(
+                f"layer {self.layer_idx} of {self.technique} was given tokens that never went through its attention "
+                "function: was the model detached, or did a forward pass fail half-way? Call `cache.reset()`."
+            )
+        if not pending.written:
+            self.segment.append(pending.rows)
+        self.pending = None
+
+    # ------------------------------------------------------------------ operations
+
+    def activate_past_recording(self) -> None:
+        """From now on, drop a step's rows only when the next step or `crop` shows that it was accepted."""
+        self.settle()
+        self.record_past = True
+        self._next_is_prompt = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens. Exact, or `ValueError`.
+
+        A positive number is the length to keep, as in older transformers.
+        """
+        self.settle()
+        n = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self._seen - tokens_to_remove)
+        n = min(n, self._seen)
+        step, self._deferred = self._deferred, None
+        if step is not None:
+            if n > step.new or (step.query is not None and n > step.query.shape[2]):
+                self._deferred = step
+                raise ValueError(
+                    f"cannot roll back {n} tokens: {self.technique} can undo its last step of {step.new} tokens, at most "
+                    f"{MAX_ROLLBACK}"
+                )
+            self._remove(n)
+            if step.new > n:
+                self._deferred = _shorten(step, n, self.segment.rows)
+                self._apply(self._deferred)
+            return
+        if n == 0:
+            return
+        if self._seen - n < self._last_drop:
+            raise ValueError(
+                f"cannot roll back {n} of {self._seen} tokens: {self.technique} dropped rows (or changed scores) at token "
+                f"{self._last_drop}. Call `cache.activate_past_recording()` before the step that may be undone."
+            )
+        self._remove(n)
+
+    def _remove(self, n: int) -> None:
+        self.segment.crop(n)
+        self._seen -= n
+        if self._seen == 0:
+            record = self.record_past
+            self._clear()
+            self.record_past = record
+
+    def reset(self) -> None:
+        """Forget everything, recording mode included; the object can be used for another prompt or batch."""
+        self._clear()
+        self.record_past = False
+
+    def _batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.settle()
+        if self._deferred is not None:
+            self._apply(self._deferred)
+        if self.segment.is_empty:
+            return
+        self.segment.batch_map(fn)
+        self.policy.batch_map(fn)
+        if self._padding is not None:
+            self._padding = fn(self._padding)
+        self._batch = self.segment.rows.keys.shape[0]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._batch_map(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if repeats < 1:
+            raise ValueError(f"`repeats` must be at least 1, got {repeats}")
+        self._batch_map(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._batch_map(lambda t: t[indices.to(t.device)])
+
+    def offload(self) -> None:
+        raise NotImplementedError("this layer cannot be offloaded by transformers")
+
+    def prefetch(self) -> None:
+        raise NotImplementedError("this layer cannot be offloaded by transformers")
+
+
+def queries_of(step: Step, start: int, stop: int) -> Step:
+    """The step as seen by its queries `start:stop` only (counted among the queries it carries)."""
+    assert step.query is not None
+    return replace(
+        step,
+        query=step.query[:, :, start:stop],
+        visible=lambda a, b: step.visible(a + start, b + start),
+        bias=lambda a, b: step.bias(a + start, b + start),
+        probs=None,
+    )
+
+
+def _shorten(step: Step, n: int, rows: Rows) -> Step:
+    """The step without its last `n` tokens; `rows` are those left."""
+    total = rows.length
+
+    def cut(fn: Callable[[int, int], torch.Tensor | None]) -> Callable[[int, int], torch.Tensor | None]:
+        def shorter(start: int, stop: int) -> torch.Tensor | None:
+            mask = fn(start, stop)
+            return mask if mask is None else mask[..., :total]
+
+        return shorter
+
+    return replace(
+        step,
+        rows=rows,
+        new=step.new - n,
+        query=None if step.query is None else step.query[:, :, : step.query.shape[2] - n],
+        real=None if step.real is None else step.real[:, : step.new - n],
+        recorded=None if step.recorded is None else step.recorded[..., :total],
+        visible=cut(step.visible),
+        bias=cut(step.bias),
+    )
+
+
+def _slices(mask: torch.Tensor | None) -> Callable[[int, int], torch.Tensor | None]:
+    return lambda start, stop: None if mask is None else mask[..., start:stop, :]
+
+
+class HybridKVLayer(LinearAttentionLayer, KVLayer):
+    """A layer that holds a linear-attention state beside keys and values (Falcon-H1, Zamba and others)."""
+
+    is_compileable = False
+
+    def __init__(self, *args: Any, number_of_states: int = 1, **kwargs: Any) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        KVLayer.__init__(self, *args, **kwargs)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        KVLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        KVLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        KVLayer.crop(self, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        LinearAttentionLayer.activate_past_recording(self)
+        KVLayer.activate_past_recording(self)

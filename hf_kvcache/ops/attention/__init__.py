@@ -1,0 +1,3 @@
+from .reference import Block, Extras, attend, masked_logits, merge, probabilities
+
+__all__ = ["Block", "Extras", "attend", "masked_logits", "merge", "probabilities"]

@@ -1,0 +1,3 @@
+from .reference import column_sums
+
+__all__ = ["column_sums"]

@@ -1,0 +1,180 @@
+"""The question a policy answers: which rows stay?
+
+A `Policy` is what the user chose; `for_layer` makes one `LayerPolicy` for each layer. After a layer has attended (so
+that the step's own output saw every row), it shows its policy a `Step`, and the policy names the rows to keep.
+
+Invariants of every policy:
+- It looks at positions and visibility only through the `Step`; it never touches keys, lengths or buffers itself.
+- A row of padding (`position == EMPTY`) is never preferred to a real one, and never counts.
+- What it keeps for one batch row does not depend on the others, nor on how much padding stands before it.
+- It reduces scores of a group of query heads to their KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ops.attention import Extras
+from ..segments import Rows
+from ..segments.dense import EMPTY
+
+
+@dataclass
+class Step:
+    """One step of a layer, after attention. Row order: rows held before, then the new ones."""
+
+    rows: Rows  # every row, new ones included
+    new: int  # how many of them are new
+    start: int  # sequence index of the first new token
+    query: torch.Tensor | None  # [B, Hq, Q, D] queries of the last Q <= new tokens, where the policy needs them
+    keys: torch.Tensor | None  # [B, Hk, N, D] the keys those queries saw (heads as the model sees them)
+    visible: Callable[[int, int], torch.Tensor | None]  # queries (start, stop) of `query` -> bool [B, Hk|1, q, N]
+    bias: Callable[[int, int], torch.Tensor | None]  # the same for an additive bias
+    real: torch.Tensor | None  # bool [B, new]: False where a new token is padding; None: all real
+    extras: Extras
+    prompt: bool  # a prompt (or a part of one), as against decoding and the verification of drafts
+    probs: torch.Tensor | None = None  # [B, Hq, new, N] if the attention path had to compute them anyway
+    horizon: int | torch.Tensor = EMPTY  # positions up to here are never seen again
+    padding: torch.Tensor | None = None  # [B] padding tokens before each batch row
+    recorded: torch.Tensor | None = None  # [B, H, N] scores of earlier queries of this step (recording mode)
+
+    @property
+    def end(self) -> int:
+        """Sequence index one past the last token of the step."""
+        return self.start + self.new
+
+    def valid(self) -> torch.Tensor:
+        """Bool `[B, H|1, N]`: rows that hold a real token which a later query can still see."""
+        return self.rows.positions > self.horizon
+
+    def token_counts(self) -> list[int]:
+        """Real tokens given so far, for each batch row."""
+        batch = self.rows.positions.shape[0]
+        return [self.end] * batch if self.padding is None else (self.end - self.padding).tolist()
+
+
+@dataclass
+class Keep:
+    """A policy's answer: row indices to keep, `[B, H|1, K]` in the order wanted.
+
+    `filled` (same shape) is False for slots that are to be left empty, where a batch row has fewer rows to keep.
+    """
+
+    index: torch.Tensor
+    filled: torch.Tensor | None = None
+
+
+class LayerPolicy:
+    """The policy of one layer, with whatever small state it needs. The base class keeps everything."""
+
+    drops = False  # may ever drop a row
+    uses_scores = False  # rows carry a score
+    needs_queries = False  # looks at queries after attention
+    per_head_positions = False  # heads come to hold different tokens
+    reserve = 0  # free rows to leave when the rows are rewritten
+
+    def wants_probs(self, step_tokens: int, held: int) -> bool:
+        """Whether the attention path should hand over its probabilities for a step of this size."""
+        return False
+
+    def observe(self, step: Step) -> None:
+        """Look at a step; update scores in `step.rows.scores` in place."""
+
+    def keep(self, step: Step) -> Keep | None:
+        """The rows to keep, or None for all."""
+        return None
+
+    def victim(self, step: Step) -> torch.Tensor | None:
+        """For a step of one token on a full layer: the slot `[B, H|1, 1]` the new row takes over, or None.
+
+        Asked only when the rows were written by an earlier `keep` (in its order).
+        """
+        return None
+
+    def rows_after(self, tokens: int) -> int:
+        """Rows allocated after a prompt of `tokens`, slack included (the formula behind `expected_bytes`)."""
+        raise NotImplementedError
+
+    def front_rows(self, rows: Rows, start: int) -> tuple[str, torch.Tensor] | None:
+        """`("keys" | "values", [B, H, F, D])` to use in place of the first F rows (moved sink tokens), or None.
+
+        `start` is the sequence index of the next token.
+        """
+        return None
+
+    def partial_scores(self, step: Step) -> torch.Tensor:
+        """Scores `[B, H, N]` that the queries of `step` add (for policies with `uses_scores`)."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget everything learned from the data."""
+
+    def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply a batch operation to per-batch state, if any."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state and tensors for `save`."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The reverse of `state`."""
+
+
+class Policy:
+    """Base of all policies, and the one that keeps every row. Lossless."""
+
+    name = "keep all"
+    drops = False
+    needs_model = False
+
+    def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
+        """The policy of layer `layer` of `layers`; `window` is the layer's own sliding window, if it has one."""
+        from .keep_all import KeepAllLayer
+
+        return KeepAllLayer(window)
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments, for `print(cache)` and for saved files."""
+        return {}
+
+
+def select(value: torch.Tensor, k: int, per_row: torch.Tensor | None = None, valid_first: bool = False) -> Keep:
+    """The `k` rows of highest `value` `[B, H|1, N]` in their old order; at most `per_row` `[B]` of them are filled.
+
+    Rows of value `-inf` are never filled. With `valid_first` empty slots come last, otherwise first.
+    """
+    top = value.topk(k, dim=-1)
+    filled = top.values != float("-inf")
+    if per_row is not None:
+        rank = torch.arange(k, device=value.device)
+        filled = filled & (rank < per_row.to(value.device)[:, None, None])
+    n = value.shape[-1]
+    key = torch.where(filled, top.indices, top.indices + n if valid_first else top.indices - n)
+    order = key.argsort(dim=-1)
+    return Keep(top.indices.gather(-1, order), filled.gather(-1, order))
+
+
+def first_tokens(step: Step, count: int) -> torch.Tensor:
+    """Bool `[B, H|1, N]`: the first `count` real rows of each batch row (they are protected, so they are still held)."""
+    positions = step.rows.positions
+    order = torch.where(step.valid(), positions, torch.iinfo(positions.dtype).max).argsort(dim=-1).argsort(dim=-1)
+    return step.valid() & (order < count)
+
+
+def check_positive(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
+        raise ValueError(f"`{name}` must be a positive number of tokens, got {value!r}")
+
+
+def check_not_negative(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"`{name}` must be zero or a positive number of tokens, got {value!r}")
+
+
+def check_ratio(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value <= 1:
+        raise ValueError(f"`{name}` must lie in (0, 1], got {value!r}")

@@ -1,0 +1,179 @@
+"""SnapKV: the rows that the end of the prompt looks at (arXiv 2404.14469); PyramidKV budgets (2406.02069)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ..segments import capacity_for
+from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, first_tokens, select
+from .heavy_hitter import attention_sums
+
+
+class SnapKV(Policy):
+    """After a prompt, keep the rows that its last `window_size` queries attend to most, and those last rows. Lossy.
+
+    Score of a row: softmax in float32, summed over the window's queries, reduced over the query heads of its KV head
+    (`group_reduce`, `"mean"` or `"max"`), optionally times the norm of its value (`value_norm`), pooled over
+    neighbours. Holds `max_capacity_prompt` rows per KV head after each prompt; generated tokens are added, without
+    bound unless `decode_budget` is given: then a new token replaces the row that the current query attends to least
+    (never one of the last `window_size`). Bytes per row: full precision plus 4 (position).
+    """
+
+    name = "SnapKV"
+    drops = True
+    needs_model = True
+
+    def __init__(
+        self,
+        max_capacity_prompt: int = 2048,
+        window_size: int = 32,
+        kernel_size: int = 5,
+        pooling: str = "avgpool",
+        pyramid_beta: int | None = None,
+        decode_budget: int | None = None,
+        num_sink_tokens: int = 0,
+        group_reduce: str = "mean",
+        value_norm: bool = False,
+    ):
+        check_positive("max_capacity_prompt", max_capacity_prompt)
+        check_positive("window_size", window_size)
+        check_positive("kernel_size", kernel_size)
+        check_positive("pyramid_beta", pyramid_beta)
+        check_positive("decode_budget", decode_budget)
+        check_not_negative("num_sink_tokens", num_sink_tokens)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"`kernel_size` must be odd, so that pooling stays centred, got {kernel_size}")
+        if pooling not in ("avgpool", "maxpool"):
+            raise ValueError(f"`pooling` must be 'avgpool' or 'maxpool', got {pooling!r}")
+        if group_reduce not in ("mean", "max"):
+            raise ValueError(f"`group_reduce` must be 'mean' or 'max', got {group_reduce!r}")
+        if window_size + num_sink_tokens >= max_capacity_prompt:
+            raise ValueError(
+                f"`max_capacity_prompt` ({max_capacity_prompt}) must be larger than `window_size + num_sink_tokens` "
+                f"({window_size + num_sink_tokens}): raise it or shrink the window"
+            )
+        self.max_capacity_prompt = max_capacity_prompt
+        self.window_size = window_size
+        self.kernel_size = kernel_size
+        self.pooling = pooling
+        self.pyramid_beta = pyramid_beta
+        self.decode_budget = decode_budget
+        self.num_sink_tokens = num_sink_tokens
+        self.group_reduce = group_reduce
+        self.value_norm = value_norm
+
+    def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
+        return SnapKVLayer(self, self.capacity(layer, layers))
+
+    def capacity(self, layer: int, layers: int) -> int:
+        """Rows per KV head that layer `layer` keeps of a prompt."""
+        if self.pyramid_beta is None or layers == 1:
+            return self.max_capacity_prompt
+        base = self.max_capacity_prompt - self.window_size
+        low = base // self.pyramid_beta
+        high = 2 * base - low
+        share = high - (high - low) * layer // (layers - 1)
+        return max(share, self.num_sink_tokens + 1) + self.window_size
+
+    def describe(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class SnapKVLayer(LayerPolicy):
+    drops = True
+    needs_queries = True
+    per_head_positions = True
+
+    def __init__(self, policy: SnapKV, capacity: int) -> None:
+        self.policy = policy
+        self.capacity = capacity
+        self.shuffled = False  # rows are no longer in the order of their positions
+
+    @property
+    def reserve(self) -> int:  # type: ignore[override]
+        return 32 if self.policy.decode_budget is None else min(32, self.policy.decode_budget + 1)
+
+    def rows_after(self, tokens: int) -> int:
+        return self.capacity + self.reserve if tokens > self.capacity else capacity_for(tokens)
+
+    def _bound(self) -> int | None:
+        """Rows that may be held after a step of decoding."""
+        return None if self.policy.decode_budget is None else self.capacity + self.policy.decode_budget
+
+    def wants_probs(self, step_tokens: int, held: int) -> bool:
+        bound = self._bound()
+        return step_tokens == 1 and bound is not None and held + step_tokens > bound
+
+    def keep(self, step: Step) -> Keep | None:
+        limit = self.capacity if step.prompt else self._bound()
+        if limit is None or step.rows.length <= limit:
+            return None
+        self.shuffled = self.shuffled and not step.prompt
+        return select(self._value(step), limit)
+
+    def victim(self, step: Step) -> torch.Tensor | None:
+        bound = self._bound()
+        if bound is None or step.rows.length <= bound:
+            return None
+        self.shuffled = True
+        return self._value(step)[..., :-1].argmin(dim=-1, keepdim=True)
+
+    def _value(self, step: Step) -> torch.Tensor:
+        """What each row is worth `[B, H, N]`; `+inf` where protected, `-inf` where empty."""
+        p, positions = self.policy, step.rows.positions
+        heads = step.rows.keys.shape[1]
+        if step.probs is not None:
+            b, _, q, n = step.probs.shape
+            score = step.probs.view(b, heads, -1, q, n).mean(2).sum(2)
+        else:
+            score = attention_sums(_window(step, p.window_size), heads, p.group_reduce)
+        if p.value_norm:
+            score = score * step.rows.values.float().norm(dim=-1)
+        recent = positions >= step.end - p.window_size
+        protected = recent
+        if p.num_sink_tokens:
+            protected = protected | first_tokens(step, p.num_sink_tokens)
+        if step.prompt:
+            # Rows of the window are kept anyway; they must not lift their neighbours through the pooling.
+            score = self._pool(score.masked_fill(recent | ~step.valid(), 0.0), positions)
+        value = torch.where(protected, float("inf"), score)
+        return torch.where(step.valid(), value, float("-inf"))
+
+    def _pool(self, score: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        kernel = self.policy.kernel_size
+        order = None
+        if self.shuffled:
+            order = positions.argsort(dim=-1).expand_as(score)
+            score = score.gather(-1, order)
+        if self.policy.pooling == "maxpool":
+            pooled = F.max_pool1d(score, kernel, stride=1, padding=kernel // 2)
+        else:
+            pooled = F.avg_pool1d(score, kernel, stride=1, padding=kernel // 2)
+        return pooled if order is None else torch.empty_like(pooled).scatter_(-1, order, pooled)
+
+    def reset(self) -> None:
+        self.shuffled = False
+
+    def state(self) -> dict[str, Any]:
+        return {"shuffled": self.shuffled}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.shuffled = bool(state.get("shuffled", False))
+
+
+def _window(step: Step, size: int) -> Step:
+    """The step as seen by its last `size` queries only."""
+    assert step.query is not None
+    skip = max(0, step.query.shape[2] - size)
+    if not skip:
+        return step
+    return replace(
+        step,
+        query=step.query[:, :, skip:],
+        visible=lambda start, stop: step.visible(start + skip, stop + skip),
+        bias=lambda start, stop: step.bias(start + skip, stop + skip),
+    )

@@ -1,0 +1,177 @@
+"""How a model's cached keys depend on position: found by asking the model, not by reading its config.
+
+A single token attends to nothing but itself, so its hidden states are the same at every position unless the model adds
+positions to them. Two one-token passes at different positions therefore show, layer by layer, what the model does to a
+key: nothing (no positional encoding, or a bias), a rotation (RoPE: which dimensions, which layout, which frequencies),
+or something that cannot be undone (learned absolute positions).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+_PROBES = (5, 61, 211)  # positions to try; all but tiny contexts contain them
+
+
+@dataclass(frozen=True)
+class KeyRotation:
+    """A rotary embedding of part of a cached row.
+
+    Attributes:
+        inv_freq: `[R/2]` float32 radians per token.
+        interleaved: pairs are `(2i, 2i+1)`; otherwise `(i, i + R/2)`.
+        offset: first rotated dimension.
+        which: `"keys"`, or `"values"` where a model caches its rotary key in the second tensor (MLA).
+    """
+
+    inv_freq: torch.Tensor
+    interleaved: bool
+    offset: int
+    which: str = "keys"
+
+    def apply(self, rows: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """Rows `[B, H, F, D]` moved forward by `distance` `[B, 1]` tokens, in float32 internally; a new tensor."""
+        inv_freq = self.inv_freq.to(rows.device)
+        size = 2 * inv_freq.numel()
+        angle = distance.to(rows.device).float()[:, :, None, None] * inv_freq  # [B, 1, 1, R/2]
+        cos, sin = angle.cos(), angle.sin()
+        part = rows[..., self.offset : self.offset + size].float()
+        if self.interleaved:
+            first, second = part[..., 0::2], part[..., 1::2]
+            turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        else:
+            first, second = part.chunk(2, dim=-1)
+            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        result = rows.clone()
+        result[..., self.offset : self.offset + size] = turned.to(rows.dtype)
+        return result
+
+
+def find_rotations(model: PreTrainedModel) -> list[KeyRotation | None]:
+    """The rotation of each layer's cached rows; None where they do not depend on position.
+
+    Costs a few one-token forward passes. Raises `NotImplementedError` for models whose positions cannot be moved.
+    """
+    name = type(model).__name__
+    _refuse_growing_frequencies(model)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            still = _one_token(model, 0)
+            moved = [(p, _one_token(model, p)) for p in _probes(model)]
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise NotImplementedError(
+            f"{name}: a one-token pass with explicit `position_ids` failed ({type(error).__name__}: {error}), so how "
+            "its keys depend on position is unknown and they cannot be moved. Use SnapKVCache or HeavyHitterCache."
+        ) from error
+    finally:
+        model.train(was_training)
+    frequencies = list(_frequencies(model))
+    result: list[KeyRotation | None] = []
+    for layer, before in enumerate(still):
+        found: list[KeyRotation] = []
+        for which, x in before.items():
+            if all(_same(x, rows[layer][which]) for _, rows in moved):
+                continue
+            rotation = _match(x, [(p, rows[layer][which]) for p, rows in moved], frequencies, which)
+            if rotation is None:
+                raise NotImplementedError(
+                    f"{name}: the {which} of layer {layer} depend on absolute position in a way that is no rotation "
+                    "(learned absolute positions?), so tokens cannot be moved inside a window. Use SnapKVCache or "
+                    "HeavyHitterCache, which keep original positions."
+                )
+            found.append(rotation)
+        if len(found) > 1:
+            raise NotImplementedError(f"{name}: layer {layer} rotates both cached tensors; this is not supported")
+        result.append(found[0] if found else None)
+    return result
+
+
+def _refuse_growing_frequencies(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    kinds = {parameters.get("rope_type")} | {p.get("rope_type") for p in parameters.values() if isinstance(p, dict)}
+    for kind in ("dynamic", "longrope"):
+        if kind in kinds:
+            raise NotImplementedError(
+                f"{type(model).__name__} uses rope_type='{kind}', whose frequencies change with the length of the "
+                "stream, so cached keys of a long stream do not fit together. Use SnapKVCache or HeavyHitterCache."
+            )
+
+
+def _probes(model: PreTrainedModel) -> list[int]:
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None) or 1 << 30
+    return [p for p in _PROBES if p < limit] or [1]
+
+
+def _one_token(model: PreTrainedModel, position: int) -> list[dict[str, torch.Tensor]]:
+    """Keys and values of each layer for three lone tokens at `position`, in float32."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.tensor([[3 % vocabulary], [7 % vocabulary], [11 % vocabulary]], device=model.device)
+    cache = DynamicCache(config=model.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            position_ids=torch.full_like(ids, position),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    result: list[dict[str, torch.Tensor]] = []
+    for layer in cache.layers:
+        rows: dict[str, torch.Tensor] = {}
+        if isinstance(getattr(layer, "keys", None), torch.Tensor):
+            # The newest row: a sliding layer may keep none but that one anyway.
+            rows = {"keys": layer.keys[:, :, -1:].float(), "values": layer.values[:, :, -1:].float()}
+        result.append(rows)
+    return result
+
+
+def _frequencies(model: PreTrainedModel) -> Iterable[torch.Tensor]:
+    seen: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
+                value = buffer.detach().float().cpu()
+                if not any(torch.equal(value, other) for other in seen):
+                    seen.append(value)
+    return seen
+
+
+def _tolerance(x: torch.Tensor) -> float:
+    return 4e-2 * float(x.abs().max())
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and bool(torch.allclose(x, y, rtol=0, atol=_tolerance(x) / 10))
+
+
+def _match(
+    x: torch.Tensor, moved: list[tuple[int, torch.Tensor]], frequencies: list[torch.Tensor], which: str
+) -> KeyRotation | None:
+    for inv_freq in frequencies:
+        size = 2 * inv_freq.numel()
+        if size > x.shape[-1]:
+            continue
+        for offset in {0, x.shape[-1] - size}:
+            for interleaved in (False, True):
+                rotation = KeyRotation(inv_freq, interleaved, offset, which)
+                if all(
+                    torch.allclose(
+                        rotation.apply(x, torch.full((x.shape[0], 1), p, device=x.device)), y, rtol=0, atol=_tolerance(x)
+                    )
+                    for p, y in moved
+                ):
+                    return rotation
+    return None
