@@ -19,8 +19,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
-from .ops.attention import Extras, attend
+from .ops.attention import Extras, attend, merge
 from .policies.base import Step
+from .segments import Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -74,18 +75,24 @@ def attention_forward(
     """Attention in transformers' calling convention; `before` is the implementation underneath."""
     layer = _layer_of(module, key)
     if layer is None:
+        if before == "sdpa" and (kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None):
+            before = "eager"  # the stock SDPA implementation has neither
         return _pass_on(before, module, query, key, value, attention_mask, dropout, scaling, kwargs)
     _check_model(layer, module)
     _check_extras(layer, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     extras = Extras(scale, kwargs.get("softcap"), kwargs.get("s_aux"), dropout if module.training else 0.0)
     expanded = not isinstance(key, KVView)
+    sight = Sight(layer, query, attention_mask, kwargs)
+    if len(layer.parts) > 1 and query.shape[2] <= SHORT_STEP and not expanded and before != "eager":
+        output = _merged(layer.parts, query, sight, extras)
+        layer.finish_unseen()
+        return output.transpose(1, 2).contiguous(), None
     rows = layer.current()
     keys = key if expanded else rows.keys
     values = value if expanded else rows.values
     if keys.dtype != query.dtype:
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-    sight = Sight(layer, query, keys.shape[2], attention_mask, kwargs)
     front = None if expanded else layer.front()
     output, weights = _attend(
         layer, before, module, query, keys, values, sight, extras, front[1] if front else None, kwargs
@@ -104,7 +111,9 @@ def attention_forward(
         real=sight.real,
         extras=extras,
         prompt=layer.is_prompt(query.shape[2]),
-        probs=weights.detach().float() if weights is not None and policy.wants_probs(query.shape[2], pending.held) else None,
+        probs=weights.detach().float()
+        if weights is not None and policy.wants_probs(query.shape[2], pending.held)
+        else None,
         horizon=layer.horizon(pending.start + query.shape[2]),
         padding=layer.padding,
     )
@@ -121,12 +130,12 @@ class Sight:
     """
 
     def __init__(
-        self, layer: KVLayer, query: torch.Tensor, total: int, mask: torch.Tensor | None, kwargs: dict[str, Any]
+        self, layer: KVLayer, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
     ) -> None:
         new = query.shape[2]
         pending = layer.pending
         assert pending is not None
-        self.new, self.total, self.held = new, total, pending.held
+        self.new, self.total, self.held = new, pending.held + new, pending.held
         self.device = query.device
         self.additive: torch.Tensor | None = None  # a float mask of full width that is more than a mask
         self.whole: torch.Tensor | None = None  # bool, full width
@@ -148,11 +157,10 @@ class Sight:
                 self.real = diagonal.expand(query.shape[0], -1)
                 layer.note_padding(self.real)
         self.past: torch.Tensor | None = None
-        self.layer_window = kwargs.get("sliding_window")
-        self.positions = layer.current().positions
-        if pending.held and not layer.complete:
+        if pending.held and not (layer.complete and (mask is None or self.whole is not None)):
             index = torch.arange(pending.start, pending.start + new, device=query.device)
-            self.past = layer.past_visibility(self.positions[:, :, : pending.held], index, kwargs.get("sliding_window"))
+            positions = layer.current().positions[:, :, : pending.held]
+            self.past = layer.past_visibility(positions, index, kwargs.get("sliding_window"))
         self.position_bias = self._columns(layer, kwargs.get("position_bias"))
 
     def _read(self, layer: KVLayer, mask: torch.Tensor) -> None:
@@ -176,7 +184,7 @@ class Sight:
         """A bias over all positions, brought to the rows that are held."""
         if bias is None or bias.shape[-1] == self.total and layer.complete:
             return bias
-        index = self.positions.clamp(min=0).long()  # [B, H|1, N]
+        index = layer.current().positions.clamp(min=0).long()  # [B, H|1, N]
         batch, heads = index.shape[0], bias.shape[1]
         if index.shape[1] not in (1, heads):
             index = index.repeat_interleave(heads // index.shape[1], dim=1)
@@ -230,7 +238,7 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output `[B, Q, Hq, Dv]`, and float32 weights `[B, Hq, Q, N]` where they had to be computed."""
-    new, total = query.shape[2], keys.shape[2]
+    new = query.shape[2]
     pending = layer.pending
     assert pending is not None
     want = before == "eager" or layer.policy.wants_probs(new, pending.held)
@@ -244,15 +252,25 @@ def _attend(
         return _in_pieces(query, keys, values, sight, extras, front)
     visible, bias = sight.visible(0, new), sight.bias(0, new)
     plain = bias is None and front is None and extras.softcap is None and extras.sinks is None and not extras.dropout
-    if plain and not want and _sdpa_is_fast(query):
+    if plain and not want:
         return _packed_sdpa(query, keys, values, visible, extras.scaling).transpose(1, 2).contiguous(), None
     visible, bias = _by_kv_head(visible, bias, keys.shape[1])
     block = attend(query, keys, values, extras, visible, bias, front, need_probs=want)
     return block.output.transpose(1, 2).contiguous(), block.probs
 
 
-def _sdpa_is_fast(query: torch.Tensor) -> bool:
-    return True
+def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:
+    """A short step over several segments: each is attended where it lies, and the results are merged."""
+    visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), parts[0].keys.shape[1])
+    blocks, start = [], 0
+    alone = extras._replace(sinks=None)
+    for part in parts:
+        stop = start + part.length
+        keys, values = part.keys.to(query.dtype), part.values.to(query.dtype)
+        mask = None if visible is None else visible[..., start:stop]
+        blocks.append(attend(query, keys, values, alone, mask, None if bias is None else bias[..., start:stop]))
+        start = stop
+    return merge(blocks, extras.sinks)
 
 
 def _by_kv_head(

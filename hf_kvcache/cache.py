@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -155,10 +154,12 @@ class KVCache(DynamicCache):
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         kept = [layer.kept for layer in layers]
-        rows = layers[0].segment.rows
+        rows = layers[0].segments.rows
         span = f"{kept[0]}" if min(kept) == max(kept) else f"{min(kept)}-{max(kept)}"
-        heads = sum(layer.segment.rows.keys.shape[1] for layer in layers)
-        full = seen * rows.keys.shape[0] * heads * (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.element_size()
+        heads = sum(layer.segments.rows.keys.shape[1] for layer in layers)
+        full = (
+            seen * rows.keys.shape[0] * heads * (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.element_size()
+        )
         own = sum(layer.nbytes for layer in layers)
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
@@ -189,9 +190,14 @@ class KVCache(DynamicCache):
         """Prepare for `crop`: from now on a step's rows are dropped only once it is known to be accepted."""
         super().activate_past_recording()
 
-    def copy(self) -> KVCache:
-        """An independent copy (the same as `copy.deepcopy`)."""
-        return copy.deepcopy(self)
+    def seal(self) -> None:
+        """Make everything held so far read-only, so that copies of this cache share it instead of copying it.
+
+        A prompt read once can then be continued many times: `cache.seal()`, and `copy.deepcopy(cache)` for each
+        continuation costs no bytes for the prompt. Lossless. Raises `ValueError` for caches that drop tokens.
+        """
+        for layer in self.kv_layers:
+            layer.seal()
 
     def save(self, path: str) -> None:
         """Write the cache to one safetensors file, with checksums and the fingerprint of its model.

@@ -19,7 +19,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step
-from .segments import DenseSegment, Rows
+from .segments import Chain, Rows
 from .segments.dense import EMPTY
 from .view import KVView
 
@@ -76,13 +76,13 @@ class KVLayer(CacheLayerMixin):
         self.expanded = expanded
         self.signature: tuple[Any, ...] | None = None
         self.checked: int | None = None  # id of the attention module that was found to fit
-        self.segment = DenseSegment()
+        self.segments = Chain()
         self.is_initialized = False
         self.record_past = False
         self._clear()
 
     def _clear(self) -> None:
-        self.segment.clear()
+        self.segments.clear()
         self.policy.reset()
         self._seen = 0
         self.pending: Pending | None = None
@@ -135,7 +135,7 @@ class KVLayer(CacheLayerMixin):
     def kept(self) -> int:
         """Rows held per KV head (pending ones included)."""
         self.settle()
-        return self.segment.length
+        return self.segments.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = self.kept
@@ -145,7 +145,7 @@ class KVLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of all storage held by this layer, slack, metadata and policy state included."""
         self.settle()
-        total = self.segment.nbytes
+        total = self.segments.nbytes
         if self._deferred is not None:
             for tensor in (self._deferred.query, self._deferred.recorded):
                 total += tensor.untyped_storage().nbytes() if tensor is not None else 0
@@ -154,9 +154,9 @@ class KVLayer(CacheLayerMixin):
     def kept_positions(self) -> torch.Tensor:
         """Positions of held rows `[B, H, kept]`, ascending; -1 for slots that hold no token (padding, short rows)."""
         self.settle()
-        if self.segment.is_empty:
+        if self.segments.is_empty:
             return torch.empty(max(self._batch, 0), 0, 0, dtype=torch.int32)
-        rows = self.segment.rows
+        rows = self.segments.rows
         return rows.positions.expand(-1, rows.keys.shape[1], -1).sort(dim=-1).values
 
     # ------------------------------------------------------------------ a step: update, attend, finish
@@ -172,7 +172,7 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self._batch = key_states.shape[0]
             self.is_initialized = True
-        held = self.segment.length
+        held = self.segments.length
         index = torch.arange(self._seen, self._seen + new, dtype=torch.int32, device=key_states.device)
         positions = index.expand(self._batch, 1, new)
         scores = None
@@ -183,7 +183,7 @@ class KVLayer(CacheLayerMixin):
         # written first, so that one contiguous buffer is attended.
         written = held > 0
         if written:
-            self.segment.append(rows)
+            self.segments.append(rows)
         self.pending = Pending(rows, self._seen, held, written)
         self._seen += new
         if not self.attached:
@@ -192,9 +192,9 @@ class KVLayer(CacheLayerMixin):
         return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not self.is_initialized or self.segment.is_empty:
+        if not self.is_initialized or self.segments.is_empty:
             return
-        rows = self.segment.rows
+        rows = self.segments.rows
         if keys.shape[0] != self._batch:
             raise ValueError(
                 f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
@@ -212,14 +212,31 @@ class KVLayer(CacheLayerMixin):
         """Rows to attend over: held ones, then the pending ones."""
         if self.pending is not None and not self.pending.written:
             return self.pending.rows
-        return self.segment.rows
+        return self.segments.rows
+
+    @property
+    def parts(self) -> list[Rows]:
+        """The rows to attend over, one table for each segment."""
+        if self.pending is not None and not self.pending.written:
+            return [self.pending.rows]
+        return self.segments.parts
+
+    def seal(self) -> None:
+        """Make the rows held so far read-only, to be shared by copies of the cache.
+
+        Raises `ValueError` where the policy drops rows.
+        """
+        self.settle()
+        if self.policy.drops or self.sliding_window is not None:
+            raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
+        self.segments.seal()
 
     def front(self) -> tuple[str, torch.Tensor] | None:
         """Moved sink rows to use in place of the first ones: which tensor, and `[B, H, F, D]`."""
-        if not self._packed or self.segment.is_empty:
+        if not self._packed or self.segments.is_empty:
             return None
         start = self.pending.start if self.pending is not None else self._seen
-        return self.policy.front_rows(self.segment.rows, start)
+        return self.policy.front_rows(self.segments.rows, start)
 
     def materialize(self, which: str) -> torch.Tensor:
         """All keys or values `[B, H, kept, D]`, in order.
@@ -274,12 +291,13 @@ class KVLayer(CacheLayerMixin):
             return
         self._has_empty = True
         count = (~real).sum(-1)
-        self._padding = count if self._padding is None else self._padding + count * (self._padding == self.pending.start)
+        self._padding = (
+            count if self._padding is None else self._padding + count * (self._padding == self.pending.start)
+        )
         positions = self.pending.rows.positions.masked_fill(~real[:, None], EMPTY)
         self.pending.rows.positions = positions
         if self.pending.written:
-            new = self.pending.rows.length
-            self.segment.rows.positions[:, :, -new:].copy_(positions)
+            self.segments.mark(positions)
 
     def is_prompt(self, new: int) -> bool:
         """Whether a step of `new` tokens is (part of) a prompt, as against decoding and checking drafts."""
@@ -318,16 +336,21 @@ class KVLayer(CacheLayerMixin):
             self.pending = None
             return
         if not pending.written:
-            self.segment.append(pending.rows)
+            self.segments.append(pending.rows)
         self.pending = None
         self._deferred = self._hold_back(step)
         self._next_is_prompt = False
+
+    def finish_unseen(self) -> None:
+        """End of a step on a layer whose policy keeps everything, and so has nothing to look at."""
+        assert not self.policy.drops
+        self.settle()
 
     def _hold_back(self, step: Step) -> Step | None:
         """What must be kept of a step until it is known how much of it is rolled back."""
         if not self.policy.drops and self.sliding_window is None:
             return None
-        rows = self.segment.rows
+        rows = self.segments.rows
         if not self.policy.needs_queries or step.query is None:
             return replace(step, rows=rows, query=None, keys=None, probs=None)
         if step.keys is not None and step.keys.shape[1] != rows.keys.shape[1]:
@@ -360,7 +383,7 @@ class KVLayer(CacheLayerMixin):
         """Let the policy observe a step, then drop what it does not keep."""
         self._deferred = None
         unwritten = self.pending.rows if self.pending is not None and not self.pending.written else None
-        rows = self.segment.rows if unwritten is None else unwritten
+        rows = self.segments.rows if unwritten is None else unwritten
         step = replace(step, rows=rows, keys=rows.keys if step.keys is None else step.keys)
         if self.policy.drops:
             self.policy.observe(step)
@@ -369,7 +392,7 @@ class KVLayer(CacheLayerMixin):
         if unwritten is None and step.new == 1 and self._packed:
             slot = self.policy.victim(step)
             if slot is not None:
-                self.segment.overwrite(slot)
+                self.segments.overwrite(slot)
                 self._dropped(step)
                 return
         chosen = self.policy.keep(step) if self.policy.drops else self._expire(step)
@@ -377,7 +400,7 @@ class KVLayer(CacheLayerMixin):
             self._write(rows, chosen)
             self._dropped(step)
         elif unwritten is not None:
-            self.segment.append(unwritten)
+            self.segments.append(unwritten)
 
     def _write(self, rows: Rows, chosen: Keep) -> None:
         kept = rows.gather(chosen.index)
@@ -386,7 +409,7 @@ class KVLayer(CacheLayerMixin):
             if kept.scores is not None:
                 kept.scores = kept.scores.masked_fill(~chosen.filled.expand_as(kept.scores), 0.0)
             self._has_empty = True
-        self.segment.replace(kept, self.policy.reserve)
+        self.segments.replace(kept, self.policy.reserve)
         self._packed = True
 
     def _dropped(self, step: Step) -> None:
@@ -412,8 +435,40 @@ class KVLayer(CacheLayerMixin):
                 "function: was the model detached, or did a forward pass fail half-way? Call `cache.reset()`."
             )
         if not pending.written:
-            self.segment.append(pending.rows)
+            self.segments.append(pending.rows)
         self.pending = None
+
+    # ------------------------------------------------------------------ state that is saved
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state beside the rows. A step that waits for a rollback is applied first."""
+        self.settle()
+        if self._deferred is not None:
+            self._apply(self._deferred)
+        return {
+            "seen": self._seen,
+            "last_drop": self._last_drop,
+            "complete": self._complete,
+            "packed": self._packed,
+            "has_empty": self._has_empty,
+            "policy": self.policy.state(),
+        }
+
+    def load_state(self, state: dict[str, Any], padding: torch.Tensor | None) -> None:
+        """The reverse of `state`, on a layer whose rows were just written."""
+        self._seen = state["seen"]
+        self._last_drop = state["last_drop"]
+        self._complete = bool(state["complete"])
+        self._packed = bool(state["packed"])
+        self._has_empty = bool(state["has_empty"])
+        self._padding = padding
+        self.policy.load_state(state["policy"])
+        if not self.segments.is_empty:
+            rows = self.segments.rows
+            self._batch = rows.keys.shape[0]
+            self.is_initialized = True
+            move = rows.keys.device
+            self.policy.batch_map(lambda t: t.to(move))
 
     # ------------------------------------------------------------------ operations
 
@@ -441,7 +496,7 @@ class KVLayer(CacheLayerMixin):
                 )
             self._remove(n)
             if step.new > n:
-                self._deferred = _shorten(step, n, self.segment.rows)
+                self._deferred = _shorten(step, n, self.segments.rows)
                 self._apply(self._deferred)
             return
         if n == 0:
@@ -454,7 +509,7 @@ class KVLayer(CacheLayerMixin):
         self._remove(n)
 
     def _remove(self, n: int) -> None:
-        self.segment.crop(n)
+        self.segments.crop(n)
         self._seen -= n
         if self._seen == 0:
             record = self.record_past
@@ -470,13 +525,13 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self._deferred is not None:
             self._apply(self._deferred)
-        if self.segment.is_empty:
+        if self.segments.is_empty:
             return
-        self.segment.batch_map(fn)
+        self.segments.batch_map(fn)
         self.policy.batch_map(fn)
         if self._padding is not None:
             self._padding = fn(self._padding)
-        self._batch = self.segment.rows.keys.shape[0]
+        self._batch = self.segments.rows.keys.shape[0]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._batch_map(lambda t: t.index_select(0, beam_idx.to(t.device)))

@@ -169,7 +169,10 @@ def _match(
                 rotation = KeyRotation(inv_freq, interleaved, offset, which)
                 if all(
                     torch.allclose(
-                        rotation.apply(x, torch.full((x.shape[0], 1), p, device=x.device)), y, rtol=0, atol=_tolerance(x)
+                        rotation.apply(x, torch.full((x.shape[0], 1), p, device=x.device)),
+                        y,
+                        rtol=0,
+                        atol=_tolerance(x),
                     )
                     for p, y in moved
                 ):

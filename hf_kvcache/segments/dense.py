@@ -164,6 +164,19 @@ class DenseSegment:
         if self._table is not None:
             self._table = self._table.map(fn)
 
+    def mapped(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> DenseSegment:
+        """A new segment with `fn` applied to every per-row tensor; this one stays as it is."""
+        twin = DenseSegment()
+        if self._table is not None:
+            twin._table, twin.length = self.rows.map(fn), self.length
+        return twin
+
+    def head(self, length: int) -> DenseSegment:
+        """A segment of the first `length` rows, on the same buffers."""
+        twin = DenseSegment()
+        twin._table, twin.length = self._table, length
+        return twin
+
     def clear(self) -> None:
         self._table, self.length = None, 0
 

@@ -93,11 +93,15 @@ def attend(
     return Block(output, lse.reshape(b, hq, q_len), probs.flatten(1, 2) if need_probs else None)
 
 
-def merge(blocks: list[Block]) -> torch.Tensor:
-    """Attention over the union of disjoint blocks, from each block's output and log-sum-exp (`[B, Hq, Q, Dv]`)."""
-    if len(blocks) == 1:
-        return blocks[0].output
+def merge(blocks: list[Block], sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention over the union of disjoint blocks, from each block's output and log-sum-exp (`[B, Hq, Q, Dv]`).
+
+    `sinks` (`[Hq]` attention-sink logits) must then be left out of the blocks themselves: they count once.
+    """
     lse = torch.stack([block.lse for block in blocks])  # [N, B, Hq, Q]
-    weight = torch.softmax(lse, dim=0).unsqueeze(-1)
+    total = torch.logsumexp(lse, dim=0)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float()[None, :, None])
+    weight = torch.exp(lse - total).unsqueeze(-1)
     outputs = torch.stack([block.output.float() for block in blocks])
     return (weight * outputs).sum(0).to(blocks[0].output.dtype)

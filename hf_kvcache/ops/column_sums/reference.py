@@ -36,9 +36,7 @@ def column_sums(
     piece = max(1, PIECE_ELEMENTS // max(1, b * hq * s))
     for start in range(0, q_len, piece):
         stop = min(start + piece, q_len)
-        logits = masked_logits(
-            query[:, :, start:stop], keys, extras, visible(start, stop), bias(start, stop), front
-        )
+        logits = masked_logits(query[:, :, start:stop], keys, extras, visible(start, stop), bias(start, stop), front)
         probs = probabilities(logits, extras)  # [B, Hk, G, q, S]
         grouped = probs.amax(dim=2) if reduce == "max" else probs.mean(dim=2)
         if real is not None:

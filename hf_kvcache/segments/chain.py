@@ -1,0 +1,95 @@
+"""Chain: the ordered segments of one layer. All but the last are sealed: read-only, and shared by copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .dense import DenseSegment, Rows
+
+
+class Chain:
+    """Sealed segments, oldest first, and a tail that grows.
+
+    Most layers have the tail alone. `seal` closes it and starts a new one; from then on a copy of the cache shares the
+    sealed rows instead of copying them, and attention over the layer is the merge of attention over its segments.
+    """
+
+    def __init__(self) -> None:
+        self.sealed: list[DenseSegment] = []
+        self.tail = DenseSegment()
+
+    @property
+    def length(self) -> int:
+        return sum(segment.length for segment in self.sealed) + self.tail.length
+
+    @property
+    def is_empty(self) -> bool:
+        return self.length == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments; a sealed one that copies share counts in each of them."""
+        return sum(segment.nbytes for segment in self.sealed) + self.tail.nbytes
+
+    @property
+    def parts(self) -> list[Rows]:
+        """The rows of each segment that holds any, oldest first."""
+        return [segment.rows for segment in (*self.sealed, self.tail) if not segment.is_empty]
+
+    @property
+    def rows(self) -> Rows:
+        """All rows in order: views of the buffers for one segment, a copy for several."""
+        parts = self.parts
+        if len(parts) < 2:
+            return parts[0] if parts else self.tail.rows
+        tables = [part.tensors() for part in parts]
+        return Rows(**{name: torch.cat([table[name] for table in tables], dim=2) for name in tables[0]})
+
+    def seal(self) -> None:
+        if not self.tail.is_empty:
+            self.sealed.append(self.tail)
+            self.tail = DenseSegment()
+
+    def append(self, rows: Rows) -> None:
+        self.tail.append(rows)
+
+    def replace(self, rows: Rows, reserve: int = 0) -> None:
+        self.sealed = []
+        self.tail.replace(rows, reserve)
+
+    def overwrite(self, slot: torch.Tensor) -> None:
+        self.tail.overwrite(slot)
+
+    def mark(self, positions: torch.Tensor) -> None:
+        """Rewrite the positions of the newest rows."""
+        self.tail.rows.positions[:, :, -positions.shape[-1] :].copy_(positions)
+
+    def crop(self, n: int) -> None:
+        """Forget the last `n` rows. A sealed segment is shortened in this chain only."""
+        cut = min(n, self.tail.length)
+        self.tail.crop(cut)
+        n -= cut
+        while n > 0 and self.sealed:
+            last = self.sealed.pop()
+            if last.length > n:
+                self.sealed.append(last.head(last.length - n))
+                break
+            n -= last.length
+
+    def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.sealed = [segment.mapped(fn) for segment in self.sealed]
+        self.tail.batch_map(fn)
+
+    def clear(self) -> None:
+        self.sealed = []
+        self.tail.clear()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Chain:
+        from copy import deepcopy
+
+        twin = Chain()
+        twin.sealed = list(self.sealed)
+        twin.tail = deepcopy(self.tail, memo)
+        return twin
