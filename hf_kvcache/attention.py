@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
@@ -25,6 +25,7 @@ from .segments import Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
+VARIES = "varies by layer"
 _before: dict[str, str] = {}  # our name -> the implementation it goes over
 
 # Steps of up to this many tokens are attended with the group folded into the query length, longer ones by the
@@ -33,7 +34,7 @@ SHORT_STEP = 16
 # Largest number of elements in one explicit mask or piece of an attention matrix.
 PIECE_ELEMENTS = 1 << 24
 
-_HONOURED = {"softcap", "s_aux", "sliding_window", "position_bias", "is_causal"}
+_HONOURED = {"softcap", "s_aux", "sinks", "sliding_window", "position_bias", "is_causal"}
 # What models pass along that does not change the attention of a layer with a cache.
 _NEUTRAL = {
     "attention_mask",
@@ -73,20 +74,30 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention in transformers' calling convention; `before` is the implementation underneath."""
+    if isinstance(key, KVView) and (not isinstance(value, KVView) or key.layer.pending is None):
+        # The values were changed on the way (diffllama), or the rows are read again after their step.
+        key, value = _plain(key), _plain(value)
     layer = _layer_of(module, key)
     if layer is None:
-        if before == "sdpa" and (kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None):
-            before = "eager"  # the stock SDPA implementation has neither
+        if before == "sdpa" and any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
+            before = "eager"  # the stock SDPA implementation has none of them
         return _pass_on(before, module, query, key, value, attention_mask, dropout, scaling, kwargs)
     _check_model(layer, module)
     _check_extras(layer, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    extras = Extras(scale, kwargs.get("softcap"), kwargs.get("s_aux"), dropout if module.training else 0.0)
+    sinks = kwargs.get("s_aux")
+    if kwargs.get("sinks") is not None:
+        # A sink for each query (Inkling 2) is a sink of zero, with all other logits lowered by it; see `Sight`.
+        sinks = query.new_zeros(query.shape[1])
+    extras = Extras(scale, kwargs.get("softcap"), sinks, dropout if module.training else 0.0)
+    # Models whose last layers use the keys of earlier ones (Gemma 3n) attend more than once over a layer's rows.
+    layer.shared = layer.shared or bool(getattr(module, "store_full_length_kv", False))
     expanded = not isinstance(key, KVView)
     sight = Sight(layer, query, attention_mask, kwargs)
     if len(layer.parts) > 1 and query.shape[2] <= SHORT_STEP and not expanded and before != "eager":
         output = _merged(layer.parts, query, sight, extras)
-        layer.finish_unseen()
+        if not layer.shared:
+            layer.finish_unseen()
         return output.transpose(1, 2).contiguous(), None
     rows = layer.current()
     keys = key if expanded else rows.keys
@@ -100,6 +111,8 @@ def attention_forward(
     policy = layer.policy
     pending = layer.pending
     assert pending is not None
+    if pending.step is not None:  # a later layer, with the keys of this one
+        return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
     step = Step(
         rows=rows,
         new=query.shape[2],
@@ -129,9 +142,7 @@ class Sight:
     token in order: then the whole mask fits, and is used as it is.
     """
 
-    def __init__(
-        self, layer: KVLayer, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, layer: KVLayer, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         new = query.shape[2]
         pending = layer.pending
         assert pending is not None
@@ -162,6 +173,9 @@ class Sight:
             positions = layer.current().positions[:, :, : pending.held]
             self.past = layer.past_visibility(positions, index, kwargs.get("sliding_window"))
         self.position_bias = self._columns(layer, kwargs.get("position_bias"))
+        if kwargs.get("sinks") is not None:
+            lowered = -kwargs["sinks"].float()  # [B, Hq, new, 1]
+            self.position_bias = lowered if self.position_bias is None else self.position_bias.float() + lowered
 
     def _read(self, layer: KVLayer, mask: torch.Tensor) -> None:
         if mask.dtype == torch.bool:
@@ -169,10 +183,10 @@ class Sight:
         else:
             visible = mask > torch.finfo(mask.dtype).min / 2
             graded = bool((visible & (mask != 0)).any())
-            if graded and not layer.complete:
+            if graded and (layer.policy.drops or not layer.complete):
                 raise NotImplementedError(
-                    f"{layer.technique} has dropped tokens, but this model adds a position-dependent bias through its "
-                    "attention mask, which no longer fits. Use KVCache."
+                    f"{layer.technique} drops tokens, but this model adds a position-dependent bias through its "
+                    "attention mask, which fits no more when tokens are gone. Use KVCache."
                 )
             if graded:
                 self.additive = mask
@@ -182,8 +196,17 @@ class Sight:
 
     def _columns(self, layer: KVLayer, bias: torch.Tensor | None) -> torch.Tensor | None:
         """A bias over all positions, brought to the rows that are held."""
-        if bias is None or bias.shape[-1] == self.total and layer.complete:
+        if bias is None:
+            return None
+        if layer.policy.drops:
+            layer.full_width = True  # from now on, positions of dropped tokens need their column too
+        if bias.shape[-1] == self.total and layer.complete:
             return bias
+        if bias.shape[-1] != layer.get_seq_length():
+            raise NotImplementedError(
+                f"{layer.technique}: this model made a position bias for {bias.shape[-1]} tokens where "
+                f"{layer.get_seq_length()} were given, so it cannot be brought to the rows that are held"
+            )
         index = layer.current().positions.clamp(min=0).long()  # [B, H|1, N]
         batch, heads = index.shape[0], bias.shape[1]
         if index.shape[1] not in (1, heads):
@@ -242,8 +265,9 @@ def _attend(
     pending = layer.pending
     assert pending is not None
     want = before == "eager" or layer.policy.wants_probs(new, pending.held)
-    # The stock SDPA implementation has neither soft caps nor attention sinks.
+    # The stock SDPA implementation has neither soft caps nor attention sinks; sinks of each query are in the bias.
     own = before == "sdpa" and (extras.softcap is not None or extras.sinks is not None)
+    own = own or kwargs.get("sinks") is not None
     if new > SHORT_STEP or not pending.held:
         if not own:
             if front is not None:
@@ -363,6 +387,19 @@ def _long_step(
     return torch.cat(outputs, dim=1), joined
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A view as a tensor. Raises `NotImplementedError` where it cannot stand for what was given to the layer."""
+    if not isinstance(tensor, KVView):
+        return tensor
+    layer = tensor.layer
+    if layer.policy.drops and layer.pending is None:
+        raise NotImplementedError(
+            f"{layer.technique} drops tokens, but this model attends to the keys of layer {layer.layer_idx} again "
+            "after that layer's own attention, when some may be gone. Use KVCache or a cache that keeps every token."
+        )
+    return tensor.materialize()
+
+
 def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
     if isinstance(key, KVView):
         return key.layer
@@ -382,7 +419,8 @@ def _check_model(layer: KVLayer, module: nn.Module) -> None:
         return
     layer.checked = id(module)
     given = signature_of(config)
-    if given != layer.signature and given[1:] != layer.signature[1:]:
+    pairs = zip(given[1:], layer.signature[1:], strict=True)
+    if any(a != b and VARIES not in (a, b) for a, b in pairs):
         raise ValueError(
             f"this {layer.technique} was made for a model with {_words(layer.signature)} but is used with one with "
             f"{_words(given)}: make a cache for each model"
@@ -392,7 +430,14 @@ def _check_model(layer: KVLayer, module: nn.Module) -> None:
 def signature_of(config: Any) -> tuple[Any, ...]:
     """What tells two models' caches apart: model type, and the sizes of keys and values."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    return (getattr(config, "model_type", None), *(getattr(config, name, None) for name in names))
+    return (getattr(config, "model_type", None), *(_field(config, name) for name in names))
+
+
+def _field(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # a config of layers with different sizes refuses to name one for all
+        return VARIES
 
 
 def _words(signature: tuple[Any, ...]) -> str:
@@ -446,7 +491,7 @@ def _pass_on(
     if before in ("sdpa", "eager", "flex_attention"):
         return function(module, query, key, value, mask, dropout=dropout, **kwargs)
     # Flash implementations look their kernel up by the configured name.
-    config = module.config
+    config: Any = module.config
     mine = config._attn_implementation
     config._attn_implementation_internal = before
     try:
@@ -489,7 +534,8 @@ def _register(before: str) -> str:
     if name not in _before:
         _before[name] = before
         AttentionInterface.register(name, partial(attention_forward, before=before))
-        AttentionMaskInterface.register(name, sdpa_mask)
+        # Models without SDPA read their masks themselves too (GIT adds them, indexers do), so the form must stay.
+        AttentionMaskInterface.register(name, eager_mask if before == "eager" else sdpa_mask)
     return name
 
 
@@ -516,8 +562,18 @@ def _attention_models(model: PreTrainedModel) -> list[PreTrainedModel]:
 
 def can_attach(model: PreTrainedModel) -> bool:
     """Whether the model's attention can be routed through this library."""
+    return why_not_attach(model) is None
+
+
+def why_not_attach(model: PreTrainedModel) -> str | None:
+    """What is in the way of `attach`, or None."""
     models = _attention_models(model)
-    return bool(models) and all(m._can_set_attn_implementation() for m in models)
+    if not models or not all(m._can_set_attn_implementation() for m in models):
+        return f"{type(model).__name__} has attention code of its own"
+    if any(getattr(module, "indexer", None) is not None for module in model.modules()):
+        # They build the mask of the chosen tokens only where the implementation is called "eager" or "sdpa".
+        return f"{type(model).__name__} chooses the tokens it attends to with an indexer"
+    return None
 
 
 def attach(model: PreTrainedModel) -> PreTrainedModel:
@@ -527,12 +583,13 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     computing prompts, and `detach` brings it back.
 
     Raises:
-        NotImplementedError: the model has attention code of its own, without transformers' attention interface.
+        NotImplementedError: the model has attention code of its own, without transformers' attention interface, or
+            depends on the name of its implementation.
     """
-    if not can_attach(model):
+    reason = why_not_attach(model)
+    if reason is not None:
         raise NotImplementedError(
-            f"{type(model).__name__} has attention code of its own and cannot be attached. KVCache works with it as it "
-            "is; caches that drop tokens do not."
+            f"{reason} and cannot be attached. KVCache works with it as it is; caches that drop tokens do not."
         )
     for config in _configs(model):
         if not is_ours(config._attn_implementation):

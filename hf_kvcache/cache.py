@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from . import storage
-from .attention import attach, can_attach, signature_of
+from .attention import attach, signature_of, why_not_attach
 from .layer import HybridKVLayer, KVLayer
 from .policies.base import Policy
-
-SLIDING_NAMES = ("DynamicSlidingWindowLayer",)
 
 
 class KVCache(DynamicCache):
@@ -58,16 +63,20 @@ class KVCache(DynamicCache):
         decoder = config.get_text_config(decoder=True)
         technique = type(self).__name__
         _check_config(config, decoder, technique)
+        reason = None if model is None else own_cache_reason(model, decoder)
+        if reason is not None:
+            raise NotImplementedError(f"{technique} does not fit {type(model).__name__}: {reason}")
         if policy.needs_model and model is None:
             raise ValueError(
                 f"{technique} needs the model itself, not only its config, because it takes part in attention: "
                 f"{technique}(model, ...)"
             )
-        attached = model is not None and can_attach(model)
+        obstacle = None if model is None else why_not_attach(model)
+        attached = model is not None and obstacle is None
         if policy.drops and not attached:
             raise NotImplementedError(
-                f"{technique} drops tokens, but {type(model).__name__} has attention code of its own and cannot be told "
-                "which tokens are left. Use KVCache, which keeps every token."
+                f"{technique} drops tokens, but {obstacle} and cannot be told which tokens are left. Use KVCache, "
+                "which keeps every token."
             )
         expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
         self.policy = policy
@@ -76,21 +85,24 @@ class KVCache(DynamicCache):
         layers = []
         replaced = 0
         native = DynamicCache(config=config).layers
+        kinds = getattr(decoder, "layer_types", None) or []
         for index, layer in enumerate(native):
-            made = _replace_layer(layer, index, len(native), policy, scope, attached, technique, expanded)
+            chunked = index < len(kinds) and kinds[index] == "chunked_attention"
+            chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
+            made = _replace_layer(layer, index, len(native), policy, scope, chunked, attached, technique, expanded)
             if made is not None:
                 made.signature = self.config_signature
                 replaced += 1
             layers.append(layer if made is None else made)
         if policy.drops and not replaced:
-            kinds = sorted({type(layer).__name__ for layer in native})
+            names = sorted({type(layer).__name__ for layer in native})
             fix = " Use scope='all'." if any(_window_of(layer) for layer in native) and scope == "full" else ""
             raise NotImplementedError(
                 f"{technique} would change nothing: this model has no full-attention layer (its layers: "
-                f"{', '.join(kinds)}).{fix}"
+                f"{', '.join(names)}).{fix}"
             )
         Cache.__init__(self, layers=layers)
-        if model is not None and attached:
+        if model is not None and attached and replaced:
             attach(model)
         self.fingerprint = storage.fingerprint(model) if model is not None else None
 
@@ -239,6 +251,21 @@ def _model_and_config(model_or_config: Any) -> tuple[PreTrainedModel | None, Pre
     raise ValueError(f"expected a transformers model or config, got {type(model_or_config).__name__}")
 
 
+def own_cache_reason(model: PreTrainedModel, decoder: PreTrainedConfig) -> str | None:
+    """Why this model keeps no keys and values in a cache that is passed to it, or None where it does."""
+    supported = getattr(model, "_supports_default_dynamic_cache", None)
+    if supported is not None and not supported():
+        return "the model class declares that it does not support DynamicCache"
+    parameters = inspect.signature(type(model).forward).parameters
+    if not any(name in parameters for name in ("cache", "past_key_values")):
+        other = [name for name in ("cache_params", "mems", "state", "shared_kv_states") if name in parameters]
+        return f"its forward takes {other[0]} instead of a KV cache" if other else "its forward takes no cache"
+    layers = DynamicCache(config=decoder).layers
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return "every layer keeps a recurrent state, none keeps keys and values"
+    return None
+
+
 def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique: str) -> None:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -265,7 +292,7 @@ def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique
 
 
 def _window_of(layer: Any) -> int | None:
-    return getattr(layer, "sliding_window", None) if type(layer).__name__ in SLIDING_NAMES else None
+    return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
 
 def _replace_layer(
@@ -274,6 +301,7 @@ def _replace_layer(
     count: int,
     policy: Policy,
     scope: str,
+    chunked: bool,
     attached: bool,
     technique: str,
     expanded: bool,
@@ -287,7 +315,9 @@ def _replace_layer(
         return HybridKVLayer(policy.for_layer(index, count, None), number_of_states=states, **arguments)
     window = _window_of(layer)
     if scope == "all" and window is not None and attached:
-        return KVLayer(policy.for_layer(index, count, window), sliding_window=window, **arguments)
+        # Both kinds hold rows alike; they differ in what a query sees.
+        limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
+        return KVLayer(policy.for_layer(index, count, window), **limit, **arguments)
     return None
 
 

@@ -39,6 +39,7 @@ class Pending:
     start: int  # sequence index of the first of them
     held: int  # rows held when the step began
     written: bool  # already appended to the segment
+    step: Step | None = None  # attended, but left open for other layers that share the rows
 
 
 class KVLayer(CacheLayerMixin):
@@ -76,6 +77,10 @@ class KVLayer(CacheLayerMixin):
         self.expanded = expanded
         self.signature: tuple[Any, ...] | None = None
         self.checked: int | None = None  # id of the attention module that was found to fit
+        self.shared = False  # later model layers attend over these rows too
+        self.full_width = (
+            False  # the model makes a bias for every position from `get_mask_sizes`, dropped ones included
+        )
         self.segments = Chain()
         self.is_initialized = False
         self.record_past = False
@@ -138,6 +143,8 @@ class KVLayer(CacheLayerMixin):
         return self.segments.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.full_width:
+            return self._seen + query_length, 0
         kept = self.kept
         return kept + query_length, self._seen - kept
 
@@ -329,6 +336,13 @@ class KVLayer(CacheLayerMixin):
 
     def finish(self, step: Step) -> None:
         """End of a step: the policy looks, and unless a rollback may follow, drops."""
+        assert self.pending is not None
+        if self.shared:
+            self.pending.step = step  # the rest of the forward pass needs the rows: `settle` finishes it
+            return
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
         pending = self.pending
         assert pending is not None
         if not self.record_past:
@@ -425,9 +439,13 @@ class KVLayer(CacheLayerMixin):
         return Keep(last.expand(step.rows.positions.shape[0], 1, window))
 
     def settle(self) -> None:
-        """Commit tokens that were given but never attended through this library (a materialised handle)."""
+        """End a step left open, or commit tokens that were never attended through this library (read as tensors)."""
         pending = self.pending
         if pending is None:
+            return
+        if pending.step is not None:
+            with torch.no_grad():
+                self._finish(pending.step)
             return
         if self.policy.drops:
             raise RuntimeError(
@@ -511,6 +529,8 @@ class KVLayer(CacheLayerMixin):
     def _remove(self, n: int) -> None:
         self.segments.crop(n)
         self._seen -= n
+        if self._padding is not None:
+            self._padding = self._padding.clamp(max=self._seen)
         if self._seen == 0:
             record = self.record_past
             self._clear()

@@ -68,7 +68,7 @@ class KVView(torch.Tensor):
         """The full tensor, in order. Raises `NotImplementedError` for a layer whose policy drops rows."""
         return self.layer.materialize(self.which)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KVView({self.which}, shape={tuple(self.shape)}, dtype={self.dtype}, layer={self.layer.layer_idx})"
 
     @classmethod
@@ -80,7 +80,9 @@ class KVView(torch.Tensor):
         return func(*_read(args), **_read(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Reached when C++ code gets hold of a view without passing through `__torch_function__`.
         return func(*_read(args), **_read(kwargs or {}))
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ..segments import capacity_for
+from ..segments.dense import EMPTY
 from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, first_tokens, select
 from .heavy_hitter import attention_sums
 
@@ -112,8 +113,13 @@ class SnapKVLayer(LayerPolicy):
         limit = self.capacity if step.prompt else self._bound()
         if limit is None or step.rows.length <= limit:
             return None
-        self.shuffled = self.shuffled and not step.prompt
-        return select(self._value(step), limit)
+        chosen = select(self._value(step), limit)
+        if not self.shuffled:
+            return chosen
+        assert chosen.filled is not None
+        order = step.rows.positions.gather(-1, chosen.index).masked_fill(~chosen.filled, EMPTY).argsort(dim=-1)
+        self.shuffled = False
+        return Keep(chosen.index.gather(-1, order), chosen.filled.gather(-1, order))
 
     def victim(self, step: Step) -> torch.Tensor | None:
         bound = self._bound()

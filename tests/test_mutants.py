@@ -1,0 +1,128 @@
+"""Known ways to get a cache wrong, each written into a copy of the library: the directed tests must fail on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# name -> (file, what stands there, what the mutant has instead, the test that must fail)
+MUTANTS = {
+    "evict before returning": (
+        "layer.py",
+        "        if written:\n            self.segments.append(rows)\n",
+        "        if written:\n"
+        "            if self.policy.drops and held > 7:\n"
+        "                self.segments.replace(self.segments.rows.map(lambda t: t[:, :, 1:].clone()), 1)\n"
+        "                held = self.segments.length\n"
+        "            self.segments.append(rows)\n",
+        "test_prompt_then_decode",
+    ),
+    "physical length reported": (
+        "layer.py",
+        "    def get_seq_length(self) -> int:\n        return self._seen\n",
+        "    def get_seq_length(self) -> int:\n        return self.segments.length\n",
+        "test_prompt_then_decode",
+    ),
+    "padding ignored": (
+        "layer.py",
+        "        if real is None:\n            return\n        self._has_empty = True\n",
+        "        return\n",
+        "test_prompt_then_decode",
+    ),
+    "scores of one query head, not of the group": (
+        "ops/column_sums/reference.py",
+        "probs.mean(dim=2)",
+        "probs[:, :, 0]",
+        "test_prompt_then_decode",
+    ),
+    "crop off by one": (
+        "layer.py",
+        "        self.segments.crop(n)\n        self._seen -= n\n",
+        "        self.segments.crop(n - 1)\n        self._seen -= n\n",
+        "test_crop_without_recording_is_exact_or_refused",
+    ),
+    "reorder of keys only": (
+        "segments/dense.py",
+        "        if self._table is not None:\n            self._table = self._table.map(fn)\n",
+        "        if self._table is not None:\n            self._table.keys = fn(self._table.keys)\n",
+        "test_beams",
+    ),
+    "stale scores after overwrite": (
+        "segments/dense.py",
+        "        for tensor in self._table.tensors().values():\n"
+        "            if tensor.ndim == 4:\n"
+        "                idx = slot",
+        "        for name, tensor in self._table.tensors().items():\n"
+        "            if name == 'scores':\n"
+        "                continue\n"
+        "            if tensor.ndim == 4:\n"
+        "                idx = slot",
+        "test_prompt_then_decode",
+    ),
+    "rollback forgets the draft's scores": (
+        "layer.py",
+        "            self._remove(n)\n            if step.new > n:\n",
+        "            self._remove(n)\n            if False:\n",
+        "test_drafts_are_rolled_back",
+    ),
+    "sinks are not moved": (
+        "policies/window.py",
+        "        if self.rotation is None or not sinks or rows.length < sinks:\n",
+        "        if True:\n",
+        "test_prompt_then_decode",
+    ),
+}
+
+
+def run_tests(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_directed.py",
+        "-k",
+        test,
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mutants")
+    shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests").mkdir()
+    for name in ("test_directed.py", "test_state_machine.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
+    return folder
+
+
+def test_the_copy_passes(tree: Path) -> None:
+    result = run_tests(tree, "test")
+    assert result.returncode == 0, result.stdout[-2000:]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(tree: Path, name: str) -> None:
+    file, old, new, test = MUTANTS[name]
+    path = tree / "hf_kvcache" / file
+    source = path.read_text()
+    assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
+    path.write_text(source.replace(old, new))
+    try:
+        result = run_tests(tree, test)
+    finally:
+        path.write_text(source)
+    assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"
+    assert "failed" in result.stdout
