@@ -102,7 +102,8 @@ def attention_forward(
     rows = layer.current()
     keys = key if expanded else rows.keys
     values = value if expanded else rows.values
-    if keys.dtype != query.dtype:
+    if not torch.is_autocast_enabled(query.device.type):
+        # Rows that were written under autocast, or in another dtype, on an earlier turn.
         keys, values = keys.to(query.dtype), values.to(query.dtype)
     front = None if expanded else layer.front()
     output, weights = _attend(
@@ -130,8 +131,7 @@ def attention_forward(
         horizon=layer.horizon(pending.start + query.shape[2]),
         padding=layer.padding,
     )
-    with torch.no_grad():
-        layer.finish(step)
+    layer.finish(step)
     return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
 
 
@@ -404,8 +404,9 @@ def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
     if isinstance(key, KVView):
         return key.layer
     # Keys that were read and expanded before they came here (MLA).
-    layer: KVLayer | None = getattr(expected, "layer", None)
+    last = getattr(expected, "layer", None)
     expected.layer = None
+    layer: KVLayer | None = None if last is None else last()
     if layer is None or not layer.expanded or layer.pending is None:
         return None
     if getattr(module, "layer_idx", None) != layer.layer_idx or key.shape[2] != layer.current().length:
@@ -418,7 +419,7 @@ def _check_model(layer: KVLayer, module: nn.Module) -> None:
     if config is None or layer.signature is None or layer.checked == id(module):
         return
     layer.checked = id(module)
-    given = signature_of(config)
+    given = signature_of(config.get_text_config(decoder=True))  # encoder and decoder may differ in size
     pairs = zip(given[1:], layer.signature[1:], strict=True)
     if any(a != b and VARIES not in (a, b) for a, b in pairs):
         raise ValueError(

@@ -20,6 +20,7 @@ from . import storage
 from .attention import attach, signature_of, why_not_attach
 from .layer import HybridKVLayer, KVLayer
 from .policies.base import Policy
+from .segments import capacity_for
 
 
 class KVCache(DynamicCache):
@@ -150,8 +151,9 @@ class KVCache(DynamicCache):
         for layer in self.kv_layers:
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
-            position_heads = heads if layer.policy.per_head_positions and rows < tokens else 1
-            total += batch * rows * (heads * per_head + position_heads * 4)
+            dropped = rows < capacity_for(tokens)
+            position_heads = heads if layer.policy.per_head_positions and dropped else 1
+            total += batch * (rows * (heads * per_head + position_heads * 4) + layer.policy.state_bytes)
         return total
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -197,6 +199,14 @@ class KVCache(DynamicCache):
                 "a cache for each model"
             )
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none."""
+        for layer in self.kv_layers:
+            layer.check_crop(tokens_to_remove)
+        # transformers' own layers refuse before they change anything, and all for the same reason.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, KVLayer)):
+            layer.crop(tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Prepare for `crop`: from now on a step's rows are dropped only once it is known to be accepted."""

@@ -11,6 +11,7 @@ rows held when the step began plus the new ones in full precision; only then doe
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,11 +153,14 @@ class KVLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of all storage held by this layer, slack, metadata and policy state included."""
         self.settle()
-        total = self.segments.nbytes
-        if self._deferred is not None:
-            for tensor in (self._deferred.query, self._deferred.recorded):
-                total += tensor.untyped_storage().nbytes() if tensor is not None else 0
-        return total
+        others = [self._padding, *self.policy.tensors()]
+        step = self._deferred
+        if step is not None:
+            others += [step.query, step.recorded, step.real]
+            if step.query is not None:
+                queries = step.query.shape[2]
+                others += [step.visible(0, queries), step.bias(0, queries)]
+        return self.segments.nbytes + sum(t.untyped_storage().nbytes() for t in others if t is not None)
 
     def kept_positions(self) -> torch.Tensor:
         """Positions of held rows `[B, H, kept]`, ascending; -1 for slots that hold no token (padding, short rows)."""
@@ -195,7 +199,8 @@ class KVLayer(CacheLayerMixin):
         self._seen += new
         if not self.attached:
             return self.materialize("keys"), self.materialize("values")
-        total = held + new
+        # T5 takes the width of its position bias from the keys themselves.
+        total = self._seen if self.full_width else held + new
         return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -253,17 +258,17 @@ class KVLayer(CacheLayerMixin):
         """
         if self.policy.drops and self.pending is not None and not self.expanded:
             raise NotImplementedError(
-                f"{self.technique} drops tokens, but this model reads its keys before the attention function (or has "
-                "attention code of its own), so it cannot be told which tokens are left. Use KVCache or a cache that "
-                "keeps every token."
+                f"{self.technique} drops tokens, but this model reads its keys before the attention function, has "
+                "attention code of its own, or is not the (attached) model that the cache was made for, so it cannot be "
+                "told which tokens are left. Use KVCache, which keeps every token, or make a cache for each model."
             )
         rows = self.current()
         tensor = getattr(rows, which)
         front = self.front() if self._packed else None
         if front is not None and front[0] == which:
             tensor = torch.cat([front[1], tensor[:, :, front[1].shape[2] :]], dim=2)
-        if self.pending is not None:
-            expected.layer = self
+        if self.pending is not None and self.expanded:
+            expected.layer = weakref.ref(self)
         return tensor
 
     def past_visibility(
@@ -399,17 +404,20 @@ class KVLayer(CacheLayerMixin):
         unwritten = self.pending.rows if self.pending is not None and not self.pending.written else None
         rows = self.segments.rows if unwritten is None else unwritten
         step = replace(step, rows=rows, keys=rows.keys if step.keys is None else step.keys)
-        if self.policy.drops:
-            self.policy.observe(step)
-            if self.policy.uses_scores:
-                self._last_drop = step.end
-        if unwritten is None and step.new == 1 and self._packed:
-            slot = self.policy.victim(step)
-            if slot is not None:
-                self.segments.overwrite(slot)
-                self._dropped(step)
-                return
-        chosen = self.policy.keep(step) if self.policy.drops else self._expire(step)
+        # A training step may still need rows that would be overwritten, and its gradients pass through what is kept.
+        training = torch.is_grad_enabled() and rows.keys.requires_grad
+        with torch.no_grad():
+            if self.policy.drops:
+                self.policy.observe(step)
+                if self.policy.uses_scores:
+                    self._last_drop = step.end
+            if unwritten is None and step.new == 1 and self._packed and not training:
+                slot = self.policy.victim(step)
+                if slot is not None:
+                    self.segments.overwrite(slot)
+                    self._dropped(step)
+                    return
+            chosen = self.policy.keep(step) if self.policy.drops else self._expire(step)
         if chosen is not None:
             self._write(rows, chosen)
             self._dropped(step)
@@ -496,35 +504,41 @@ class KVLayer(CacheLayerMixin):
         self.record_past = True
         self._next_is_prompt = True
 
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """How many tokens `crop` would forget; `ValueError` where that cannot be exact. Changes nothing."""
+        self.settle()
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        n = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self._seen - tokens_to_remove)
+        n = min(n, self._seen)
+        step = self._deferred
+        if step is not None:
+            if n > step.new or (step.query is not None and n > step.query.shape[2]):
+                raise ValueError(
+                    f"cannot roll back {n} tokens: {self.technique} can undo its last step of {step.new} tokens, at "
+                    f"most {MAX_ROLLBACK}"
+                )
+        elif n and self._seen - n < self._last_drop:
+            raise ValueError(
+                f"cannot roll back {n} of {self._seen} tokens: {self.technique} dropped rows (or changed scores) at "
+                f"token {self._last_drop}. Call `cache.activate_past_recording()` before the step that may be undone."
+            )
+        return n
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens. Exact, or `ValueError`.
 
         A positive number is the length to keep, as in older transformers.
         """
-        self.settle()
-        n = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self._seen - tokens_to_remove)
-        n = min(n, self._seen)
+        n = self.check_crop(tokens_to_remove)
         step, self._deferred = self._deferred, None
         if step is not None:
-            if n > step.new or (step.query is not None and n > step.query.shape[2]):
-                self._deferred = step
-                raise ValueError(
-                    f"cannot roll back {n} tokens: {self.technique} can undo its last step of {step.new} tokens, at most "
-                    f"{MAX_ROLLBACK}"
-                )
             self._remove(n)
             if step.new > n:
-                self._deferred = _shorten(step, n, self.segments.rows)
+                shorter = _shorten(step, n, self.segments.rows)
+                self._deferred = replace(shorter, horizon=self.horizon(shorter.end))
                 self._apply(self._deferred)
-            return
-        if n == 0:
-            return
-        if self._seen - n < self._last_drop:
-            raise ValueError(
-                f"cannot roll back {n} of {self._seen} tokens: {self.technique} dropped rows (or changed scores) at token "
-                f"{self._last_drop}. Call `cache.activate_past_recording()` before the step that may be undone."
-            )
-        self._remove(n)
+        elif n:
+            self._remove(n)
 
     def _remove(self, n: int) -> None:
         self.segments.crop(n)

@@ -76,6 +76,7 @@ class LayerPolicy:
     needs_queries = False  # looks at queries after attention
     per_head_positions = False  # heads come to hold different tokens
     reserve = 0  # free rows to leave when the rows are rewritten
+    state_bytes = 0  # bytes of `tensors()` for each batch row
 
     def wants_probs(self, step_tokens: int, held: int) -> bool:
         """Whether the attention path should hand over its probabilities for a step of this size."""
@@ -116,6 +117,10 @@ class LayerPolicy:
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a batch operation to per-batch state, if any."""
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of that state, for counting bytes."""
+        return []
+
     def state(self) -> dict[str, Any]:
         """JSON-able state and tensors for `save`."""
         return {}
@@ -147,15 +152,16 @@ def select(value: torch.Tensor, k: int, per_row: torch.Tensor | None = None, val
 
     Rows of value `-inf` are never filled. With `valid_first` empty slots come last, otherwise first.
     """
-    top = value.topk(k, dim=-1)
-    filled = top.values != float("-inf")
+    # Stable, unlike `topk`: of equal values (maxpool makes many) the older row stays, however much padding there is.
+    best, indices = (t[..., :k] for t in value.sort(dim=-1, descending=True, stable=True))
+    filled = best != float("-inf")
     if per_row is not None:
         rank = torch.arange(k, device=value.device)
         filled = filled & (rank < per_row.to(value.device)[:, None, None])
     n = value.shape[-1]
-    key = torch.where(filled, top.indices, top.indices + n if valid_first else top.indices - n)
+    key = torch.where(filled, indices, indices + n if valid_first else indices - n)
     order = key.argsort(dim=-1)
-    return Keep(top.indices.gather(-1, order), filled.gather(-1, order))
+    return Keep(indices.gather(-1, order), filled.gather(-1, order))
 
 
 def first_tokens(step: Step, count: int) -> torch.Tensor:

@@ -70,6 +70,7 @@ class HeavyHitterLayer(LayerPolicy):
     needs_queries = True
     per_head_positions = True
     reserve = 1
+    state_bytes = 16
 
     def __init__(self, policy: HeavyHitter) -> None:
         self.policy = policy
@@ -150,6 +151,9 @@ class HeavyHitterLayer(LayerPolicy):
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.heavy is not None and self.recent is not None:
             self.heavy, self.recent = fn(self.heavy), fn(self.recent)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self.heavy is None or self.recent is None else [self.heavy, self.recent]
 
     def partial_scores(self, step: Step) -> torch.Tensor:
         assert step.rows.scores is not None

@@ -1,0 +1,1 @@
+"""The contract of every cache, as one matrix (see `common.py` for the axes)."""
