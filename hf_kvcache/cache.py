@@ -79,6 +79,8 @@ class KVCache(DynamicCache):
                 f"{technique} drops tokens, but {obstacle} and cannot be told which tokens are left. Use KVCache, "
                 "which keeps every token."
             )
+        if model is not None:
+            policy = policy.prepare(model)
         expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
         self.policy = policy
         self.scope = scope
@@ -177,7 +179,8 @@ class KVCache(DynamicCache):
         own = sum(layer.nbytes for layer in layers)
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
-            f"{rows.keys.element_size() * 8} bits per element, {self.nbytes:,} bytes, {own / full:.3f} of full precision"
+            f"{rows.keys.element_size() * 8} bits per element, {self.nbytes:,} bytes, "
+            f"{own / full:.3f} of full precision"
         )
         others = len(self.layers) - len(layers)
         return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
@@ -195,8 +198,8 @@ class KVCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx >= len(self.layers):
             raise ValueError(
-                f"this cache was made for a model of {len(self.layers)} layers but is used with one that has more: make "
-                "a cache for each model"
+                f"this cache was made for a model of {len(self.layers)} layers but is used with one that has more: "
+                "make a cache for each model"
             )
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 

@@ -94,6 +94,7 @@ class KVLayer(CacheLayerMixin):
         self.pending: Pending | None = None
         self._deferred: Step | None = None  # a step whose drop waits for `crop` (recording mode)
         self._next_is_prompt = True
+        self._rolled_back = False  # `crop` was called since recording began
         self._last_drop = 0  # `seen` when a row was last dropped or a score was last changed for good
         self._complete = True  # every token ever given is held, in order
         self._packed = False  # rows were written by the policy, in its order
@@ -177,7 +178,13 @@ class KVLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.settle()
         if self._deferred is not None:
-            self._apply(self._deferred)  # no rollback came: the previous draft was accepted
+            step = self._deferred
+            if self._rolled_back:
+                # Rollbacks came after every step and have stopped: transformers leaves recording on after drafted
+                # decoding, and what looked like a draft was the prompt (or a token) of a later, plain turn.
+                self.record_past = False
+                step = replace(step, prompt=step.new > 1)
+            self._apply(step)
         self._check(key_states, value_states)
         new = key_states.shape[2]
         if not self.is_initialized:
@@ -210,7 +217,7 @@ class KVLayer(CacheLayerMixin):
         if keys.shape[0] != self._batch:
             raise ValueError(
                 f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
-                "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change this one"
+                "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
             )
         held = (rows.keys.shape[1], rows.keys.shape[3], rows.values.shape[3])
         given = (keys.shape[1], keys.shape[3], values.shape[3])
@@ -259,8 +266,8 @@ class KVLayer(CacheLayerMixin):
         if self.policy.drops and self.pending is not None and not self.expanded:
             raise NotImplementedError(
                 f"{self.technique} drops tokens, but this model reads its keys before the attention function, has "
-                "attention code of its own, or is not the (attached) model that the cache was made for, so it cannot be "
-                "told which tokens are left. Use KVCache, which keeps every token, or make a cache for each model."
+                "attention code of its own, or is not the (attached) model that the cache was made for, so it cannot "
+                "be told which tokens are left. Use KVCache, which keeps every token, or make a cache for each model."
             )
         rows = self.current()
         tensor = getattr(rows, which)
@@ -503,6 +510,7 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         self.record_past = True
         self._next_is_prompt = True
+        self._rolled_back = False
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """How many tokens `crop` would forget; `ValueError` where that cannot be exact. Changes nothing."""
@@ -539,6 +547,7 @@ class KVLayer(CacheLayerMixin):
                 self._apply(self._deferred)
         elif n:
             self._remove(n)
+        self._rolled_back = True
 
     def _remove(self, n: int) -> None:
         self.segments.crop(n)

@@ -188,6 +188,7 @@ class Machine(RuleBasedStateMachine):
         self.oracle.sizes.pop("dropped", None)
         self.recording = False
         self.first_recorded = False
+        self.rolled_back = False
         self.before = None  # oracle before the last recorded step, and the step
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -209,6 +210,15 @@ class Machine(RuleBasedStateMachine):
         q = self.random(self.batch, HEADS * GROUP, n, DIM) * 2
         k, v = self.random(self.batch, HEADS, n, DIM), self.random(self.batch, HEADS, n, DIM)
         real = [[i >= pad for i in range(n)] for pad in pads]
+        if self.before is not None and self.kind != "identity":
+            # No rollback came. If there were some before, they have stopped: a plain step, and recording ends.
+            (rows, seen, sizes), (*tensors, real_before, prompt) = self.before
+            self.oracle.rows, self.oracle.seen, self.oracle.sizes = rows, seen, sizes
+            prompt = tensors[0].shape[2] > 1 if self.rolled_back else prompt
+            self.oracle.step(*tensors, real_before, prompt)
+            self.note_drop()
+            self.recording = self.recording and not self.rolled_back
+        self.before = None
         prompt = n > 1 and (not self.recording or self.first_recorded)
         if self.recording:
             self.before = (
@@ -249,6 +259,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.seen > 0)
     @rule(n=st.integers(1, 6))
     def crop(self, n: int) -> None:
+        seen = self.oracle.seen
+        self.roll_back(n)
+        self.rolled_back = self.rolled_back or self.oracle.seen < seen
+
+    def roll_back(self, n: int) -> None:
         n = min(n, self.oracle.seen)
         if self.before is not None:
             (rows, seen, sizes), (q, k, v, real, prompt) = self.before
@@ -295,13 +310,14 @@ class Machine(RuleBasedStateMachine):
             self.forget()
 
     def forget(self) -> None:
-        recording, first = self.recording, self.first_recorded
+        recording = self.recording
         self.fresh()
-        self.recording, self.first_recorded = recording, True if recording else first
+        self.recording = self.first_recorded = recording
 
     @rule()
     def record(self) -> None:
         self.cache.activate_past_recording()
+        self.rolled_back = False
         self.recording = self.first_recorded = True
 
     @precondition(lambda self: self.oracle.seen > 0)

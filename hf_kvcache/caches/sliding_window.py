@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from ..cache import KVCache
 from ..policies import SlidingWindow
-from ..rope import find_rotations
 
 
 class SlidingWindowCache(KVCache):
@@ -31,9 +30,4 @@ class SlidingWindowCache(KVCache):
     def __init__(
         self, model: PreTrainedModel, window_length: int, num_sink_tokens: int = 4, scope: str = "full", **parts: Any
     ) -> None:
-        policy = SlidingWindow(window_length, num_sink_tokens)
-        super().__init__(model, policy=policy, scope=scope, **parts)
-        rotations = find_rotations(model)
-        for index, layer in enumerate(self.layers):
-            if layer in self.kv_layers and num_sink_tokens:
-                layer.policy.rotation = rotations[index]
+        super().__init__(model, policy=SlidingWindow(window_length, num_sink_tokens), scope=scope, **parts)

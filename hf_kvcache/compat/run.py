@@ -555,8 +555,13 @@ def command(arguments: argparse.Namespace) -> int:
             arguments.parser.error(f"{path.parent} is no folder")
     types = arguments.types or known
     transformers.logging.set_verbosity_error()
-    with _progress(len(types)) as progress:
-        results = run(types, arguments.caches, arguments.attn, progress)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with tensors this small, threads only wait for each other
+    try:
+        with _progress(len(types)) as progress:
+            results = run(types, arguments.caches, arguments.attn, progress)
+    finally:
+        torch.set_num_threads(threads)
     if arguments.json is not None:
         found = {
             "transformers": transformers.__version__,

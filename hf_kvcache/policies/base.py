@@ -142,6 +142,10 @@ class Policy:
 
         return KeepAllLayer(window)
 
+    def prepare(self, model: Any) -> Policy:
+        """This policy, ready for `model` (a copy, if something has to be learned from the model)."""
+        return self
+
     def describe(self) -> dict[str, Any]:
         """The arguments, for `print(cache)` and for saved files."""
         return {}
@@ -165,7 +169,7 @@ def select(value: torch.Tensor, k: int, per_row: torch.Tensor | None = None, val
 
 
 def first_tokens(step: Step, count: int) -> torch.Tensor:
-    """Bool `[B, H|1, N]`: the first `count` real rows of each batch row (they are protected, so they are still held)."""
+    """Bool `[B, H|1, N]`: the first `count` real rows of each batch row (protected, so still held)."""
     positions = step.rows.positions
     order = torch.where(step.valid(), positions, torch.iinfo(positions.dtype).max).argsort(dim=-1).argsort(dim=-1)
     return step.valid() & (order < count)

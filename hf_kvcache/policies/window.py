@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
-from ..rope import KeyRotation
+from ..rope import KeyRotation, find_rotations
 from ..segments import Rows
 from ..segments.dense import EMPTY
 from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, first_tokens, select
@@ -23,12 +24,17 @@ class SlidingWindow(Policy):
     drops = True
     needs_model = True
 
-    def __init__(self, window_length: int, num_sink_tokens: int = 4, rotations: list[KeyRotation | None] | None = None):
+    def __init__(self, window_length: int, num_sink_tokens: int = 4):
         check_positive("window_length", window_length)
         check_not_negative("num_sink_tokens", num_sink_tokens)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
-        self.rotations = rotations
+        self.rotations: list[KeyRotation | None] | None = None
+
+    def prepare(self, model: Any) -> Policy:
+        ready = copy.copy(self)
+        ready.rotations = find_rotations(model)
+        return ready
 
     def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
         length = self.window_length if window is None else min(self.window_length, max(1, window - 1))

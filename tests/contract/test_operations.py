@@ -279,7 +279,6 @@ def test_mla_refuses_drafts_before_any_token():
 @pytest.mark.parametrize("label", EVICTING)
 def test_a_plain_turn_after_a_drafted_one(label):
     """Recording stays on after drafted decoding; a later plain turn still treats its prompt as one."""
-    # open: without a new `activate_past_recording`, SnapKV takes the prompt for a draft and keeps all of it
     model = model_of("llama")
     ids, _ = batch(1, more=20)
     cache = tight(label, model)
