@@ -9,7 +9,6 @@ or something that cannot be undone (learned absolute positions).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,7 +75,7 @@ def find_rotations(model: PreTrainedModel) -> list[KeyRotation | None]:
         ) from error
     finally:
         model.train(was_training)
-    frequencies = list(_frequencies(model))
+    frequencies = _frequencies(model)
     # Attention sinks in low precision: the weight of a lone token on itself rounds differently at each position.
     same = partial(_same, share=0.1 if model.dtype == torch.float32 else 1.0)
     result: list[KeyRotation | None] = []
@@ -96,7 +95,35 @@ def find_rotations(model: PreTrainedModel) -> list[KeyRotation | None]:
         if len(found) > 1:
             raise NotImplementedError(f"{name}: layer {layer} rotates both cached tensors; this is not supported")
         result.append(found[0] if found else None)
+    if not any(result) and not _lone_position_is_enough(model):
+        raise NotImplementedError(
+            f"{name}: its keys depend on absolute position (learned positions that ignore `position_ids`), so tokens "
+            "cannot be moved inside a window. Use SnapKVCache or HeavyHitterCache, which keep original positions."
+        )
     return result
+
+
+def _lone_position_is_enough(model: PreTrainedModel) -> bool:
+    """Whether keys that ignore `position_ids` really ignore position: BART counts tokens by itself.
+
+    Equal tokens side by side have equal keys in the first attention layer, unless something counts them. (Recurrent
+    layers before it do, but models that have them and no rotation have no positions at all.)
+    """
+    cache = DynamicCache(config=model.config)
+    if any(cache.is_linear) or any(hasattr(layer, "conv_states") for layer in cache.layers):
+        return True
+    ids = torch.full((1, 6), 7 % model.config.get_text_config(decoder=True).vocab_size, device=model.device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
+    model.train(was_training)
+    keys = next((layer.keys for layer in cache.layers if isinstance(layer.keys, torch.Tensor)), None)
+    if keys is None:
+        return True
+    keys = keys.float()
+    return _same(keys[:, :, :1].expand_as(keys), keys, 0.1)
 
 
 def _refuse_growing_frequencies(model: PreTrainedModel) -> None:
@@ -141,15 +168,24 @@ def _one_token(model: PreTrainedModel, position: int) -> list[dict[str, torch.Te
     return result
 
 
-def _frequencies(model: PreTrainedModel) -> Iterable[torch.Tensor]:
-    seen: list[torch.Tensor] = []
+def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Candidates for radians per token: the model's own buffers, else the usual ones; each in both directions."""
+    found: list[torch.Tensor] = []
+
+    def add(value: torch.Tensor) -> None:
+        if not any(torch.equal(value, other) for other in found):
+            found.extend([value, -value])
+
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
-                value = buffer.detach().float().cpu()
-                if not any(torch.equal(value, other) for other in seen):
-                    seen.append(value)
-    return seen
+                add(buffer.detach().float().cpu())
+    config = model.config.get_text_config(decoder=True)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for size in (getattr(config, "rotary_dim", None), head):  # GPT-J and CodeGen hold tables of sines
+        if isinstance(size, int) and size > 1:
+            add(1.0 / 10000.0 ** (torch.arange(0, size, 2).float() / size))
+    return found
 
 
 def _tolerance(x: torch.Tensor) -> float:
