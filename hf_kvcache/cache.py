@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from . import storage
@@ -148,9 +149,10 @@ class KVCache(DynamicCache):
         """
         decoder = config.get_text_config(decoder=True)
         dtype = dtype or getattr(decoder, "dtype", None) or torch.float32
-        heads, key_dim, value_dim = _row_shape(decoder)
+        by_layer = getattr(decoder, "per_layer_config", None) or [decoder] * len(self.layers)
         total = 0
         for layer in self.kv_layers:
+            heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
             dropped = rows < capacity_for(tokens)
@@ -202,6 +204,13 @@ class KVCache(DynamicCache):
                 "make a cache for each model"
             )
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget everything; the cache can be used for another prompt, of another batch size too."""
+        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                _forget_states(layer)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none."""
@@ -353,6 +362,15 @@ def _native_nbytes(layer: Any) -> int:
         if not name.startswith("_"):
             visit(value)
     return sum(seen.values())
+
+
+def _forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
+    """Drop states that transformers' `reset` only zeroes, at the shape of the old batch."""
+    for index in range(layer.number_of_states):
+        layer.conv_states[index] = layer.recurrent_states[index] = None
+        layer.is_conv_states_initialized[index] = layer.is_recurrent_states_initialized[index] = False
+        layer.conv_kernel_size[index] = None
+    layer.record_past = False
 
 
 def _row_shape(config: PreTrainedConfig) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ or something that cannot be undone (learned absolute positions).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,7 +76,7 @@ def find_rotations(model: PreTrainedModel) -> list[KeyRotation | None]:
         ) from error
     finally:
         model.train(was_training)
-    frequencies = _frequencies(model)
+    frequencies = _frequencies(model, sorted({x.shape[-1] for rows in still for x in rows.values()}))
     # Attention sinks in low precision: the weight of a lone token on itself rounds differently at each position.
     same = partial(_same, share=0.1 if model.dtype == torch.float32 else 1.0)
     result: list[KeyRotation | None] = []
@@ -168,7 +169,7 @@ def _one_token(model: PreTrainedModel, position: int) -> list[dict[str, torch.Te
     return result
 
 
-def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
+def _frequencies(model: PreTrainedModel, sizes: Iterable[int]) -> list[torch.Tensor]:
     """Candidates for radians per token: the model's own buffers, else the usual ones; each in both directions."""
     found: list[torch.Tensor] = []
 
@@ -181,8 +182,7 @@ def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
             if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
                 add(buffer.detach().float().cpu())
     config = model.config.get_text_config(decoder=True)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for size in (getattr(config, "rotary_dim", None), head):  # GPT-J and CodeGen hold tables of sines
+    for size in (getattr(config, "rotary_dim", None), *sizes):  # GPT-J and CodeGen hold tables of sines
         if isinstance(size, int) and size > 1:
             add(1.0 / 10000.0 ** (torch.arange(0, size, 2).float() / size))
     return found

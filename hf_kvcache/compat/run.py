@@ -517,7 +517,7 @@ def _document(results: Sequence[Result], command: str, attn: str) -> str:
         "gives alone.",
         "",
     ]
-    return "\n".join(head) + table(results)
+    return "\n".join([*head, table(results)])
 
 
 # ---------------------------------------------------------------------- the command
