@@ -292,7 +292,8 @@ def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras
         stop = start + part.length
         keys, values = part.keys.to(query.dtype), part.values.to(query.dtype)
         mask = None if visible is None else visible[..., start:stop]
-        blocks.append(attend(query, keys, values, alone, mask, None if bias is None else bias[..., start:stop]))
+        part_bias = None if bias is None else bias[..., start:stop]
+        blocks.append(attend(query, keys, values, alone, mask, part_bias, need_lse=True))
         start = stop
     return merge(blocks, extras.sinks)
 

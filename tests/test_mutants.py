@@ -56,14 +56,11 @@ MUTANTS = {
     ),
     "stale scores after overwrite": (
         "segments/dense.py",
-        "        for tensor in self._table.tensors().values():\n"
-        "            if tensor.ndim == 4:\n"
-        "                idx = slot",
+        "        for tensor in self._table.tensors().values():\n            wide = slot",
         "        for name, tensor in self._table.tensors().items():\n"
         "            if name == 'scores':\n"
         "                continue\n"
-        "            if tensor.ndim == 4:\n"
-        "                idx = slot",
+        "            wide = slot",
         "test_prompt_then_decode",
     ),
     "rollback forgets the draft's scores": (

@@ -78,6 +78,7 @@ def test_attend_and_merge(rows: int, queries: int, case: str, masked: str) -> No
             alone,
             None if visible is None else visible[..., a:b],
             None if options.get("bias") is None else options["bias"][..., a:b],
+            need_lse=True,
         )
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
@@ -87,9 +88,9 @@ def test_attend_and_merge(rows: int, queries: int, case: str, masked: str) -> No
 def test_a_fully_masked_query_is_finite() -> None:
     q, k, v = torch.randn(1, 2, 1, D), torch.randn(1, 2, 5, D), torch.randn(1, 2, 5, D)
     hidden = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
-    block = attend(q, k, v, Extras(1.0), hidden)
-    assert block.output.isfinite().all() and block.lse.isfinite().all()
-    seen = attend(q, k, v, Extras(1.0))
+    block = attend(q, k, v, Extras(1.0), hidden, need_lse=True)
+    assert block.lse is not None and block.output.isfinite().all() and block.lse.isfinite().all()
+    seen = attend(q, k, v, Extras(1.0), need_lse=True)
     torch.testing.assert_close(merge([block, seen]), seen.output)
 
 

@@ -127,7 +127,8 @@ class Oracle:
             old = [t for t in tokens if t.position < end - s["recent"]]
             recent = [t for t in tokens if t.position >= end - s["recent"]]
             room = s["heavy"] + s["recent"] - len(recent)
-            best = sorted(old, key=lambda t: -t.score)[:room]
+            mean = s.get("mean")
+            best = sorted(old, key=lambda t: -t.score / (end - t.position if mean else 1))[:room]
             return sorted(best, key=lambda t: t.position) + recent
         # snapkv
         limit = s["capacity"] if prompt else (s["capacity"] + s["decode"] if s["decode"] else math.inf)
@@ -135,14 +136,17 @@ class Oracle:
             return tokens
         window = s["window"]
         score = dict.fromkeys(map(id, tokens), 0.0)
-        for entry in probabilities[-window:]:
-            if entry is not None:
-                for token, p in zip(*entry, strict=True):
-                    score[id(token)] += float(p)
-        recent = [t for t in tokens if t.position >= end - window]
-        old = [t for t in tokens if t.position < end - window]
+        for width in (window, s.get("wide", 0)):
+            for entry in probabilities[-width:] if width else []:
+                if entry is not None:
+                    for token, p in zip(*entry, strict=True):
+                        score[id(token)] += float(p) / width
+        recent = [t for t in tokens if t.position >= end - s.get("recent", window)]
+        old = [t for t in tokens if t.position < end - s.get("recent", window)]
         raw = [score[id(t)] for t in old]
-        if prompt:
+        if prompt and "ahead" in s:
+            raw = [max(raw[max(0, i - s["ahead"] + 1) : i + 1]) for i in range(len(raw))]
+        elif prompt:
             reach = s["kernel"] // 2
             raw = [
                 sum(raw[j] for j in range(i - reach, i + reach + 1) if 0 <= j < len(raw)) / s["kernel"]
@@ -164,6 +168,16 @@ KINDS = {
         lambda m: SnapKVCache(m, max_capacity_prompt=8, window_size=3, kernel_size=3, decode_budget=2),
         dict(capacity=8, window=3, kernel=3, decode=2),
     ),
+    "snapkv_ahead": (
+        lambda m: SnapKVCache(
+            m, 10, window_size=2, wide_window=6, recent_ratio=0.4, pooling="ahead", kernel_size=3, decode_budget=2
+        ),
+        dict(capacity=10, window=2, wide=6, recent=4, ahead=3, decode=2),
+    ),
+    "h2o_mean": (
+        lambda m: HeavyHitterCache(m, heavy_size=4, recent_size=3, score="mean"),
+        dict(heavy=4, recent=3, mean=1),
+    ),
 }
 
 
@@ -175,7 +189,7 @@ class Machine(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         make, sizes = KINDS[self.kind]
         self.cache = make(MODEL)
-        self.oracle = Oracle(self.kind.removesuffix("_bounded"), **sizes)
+        self.oracle = Oracle(self.kind.partition("_")[0], **sizes)
         self.batch = batch
         self.fresh()
         self.module = SimpleNamespace(
@@ -297,7 +311,7 @@ class Machine(RuleBasedStateMachine):
         try:
             self.cache.crop(-n)
         except ValueError:
-            assert self.kind == "h2o" or self.oracle.sizes.get("dropped")
+            assert self.oracle.kind == "h2o" or self.oracle.sizes.get("dropped")
             return
         # Whatever is not refused is exact: nothing was dropped because of the tokens removed.
         self.oracle.seen -= n
@@ -386,7 +400,7 @@ def _case(kind: str):
     machine = type(f"Machine_{kind}", (Machine,), {"kind": kind})
     case = machine.TestCase
     case.settings = settings(
-        max_examples=30, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=60, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
     )
     return case
 
@@ -396,3 +410,5 @@ TestWindow = _case("window")
 TestHeavyHitter = _case("h2o")
 TestSnapKV = _case("snapkv")
 TestSnapKVBounded = _case("snapkv_bounded")
+TestSnapKVAhead = _case("snapkv_ahead")
+TestHeavyHitterMean = _case("h2o_mean")

@@ -21,6 +21,8 @@ class HeavyHitterCache(KVCache):
         heavy_size, recent_size: rows per KV head (tokens).
         heavy_ratio, recent_ratio: the same as shares of each prompt, in (0, 1]; 0.1 each if nothing is given.
         num_sink_tokens: first tokens that are always kept; they count as heavy.
+        score: `"sum"` of attention received (the paper's), or `"mean"` over the queries that could see the row, which
+            does not favour old rows and was better on the models measured so far.
 
     Raises:
         ValueError: impossible sizes, a size and a ratio for the same part, a config instead of the model.
@@ -35,8 +37,9 @@ class HeavyHitterCache(KVCache):
         heavy_ratio: float | None = None,
         recent_ratio: float | None = None,
         num_sink_tokens: int = 0,
+        score: str = "sum",
         scope: str = "full",
         **parts: Any,
     ) -> None:
-        policy = HeavyHitter(heavy_size, recent_size, heavy_ratio, recent_ratio, num_sink_tokens)
+        policy = HeavyHitter(heavy_size, recent_size, heavy_ratio, recent_ratio, num_sink_tokens, score)
         super().__init__(model, policy=policy, scope=scope, **parts)

@@ -21,14 +21,21 @@ class SnapKVCache(KVCache):
         model: the model.
         max_capacity_prompt: rows per KV head after a prompt (the mean over layers with `pyramid_beta`).
         window_size: observing queries at the end of the prompt; always kept.
-        kernel_size, pooling: odd width and kind (`"avgpool"`, `"maxpool"`) of the pooling. Maxpool finds single facts
-            better at small budgets.
+        kernel_size, pooling: width and kind (`"avgpool"`, `"maxpool"`, `"ahead"`) of the pooling. The last queries look
+            at the row where an answer begins; what follows is kept only if the pooling reaches it. So a single fact is
+            found with `"maxpool"` and a kernel of twice its length, or with `"ahead"` and a kernel of its length.
         pyramid_beta: give lower layers more rows and upper layers fewer, by this steepness (PyramidKV uses 20).
         decode_budget: bound the generated tokens too: beyond this many rows each new token replaces the one that the
             current query attends to least. None: generated tokens are all kept.
         num_sink_tokens: first tokens that are always kept.
         group_reduce: `"mean"` or `"max"` over the query heads that share a KV head.
         value_norm: weigh scores by the norm of the value.
+        wide_window: let this many last queries observe too; their average is added.
+        recent_ratio: keep at least this share of the capacity for the newest rows.
+
+    The defaults are those of the paper. Better on the models measured so far, at the same bytes: `window_size=16,
+    wide_window=128, recent_ratio=0.25, pooling="ahead", kernel_size=7`. With `prefill_chunk_size` every chunk counts as
+    a prompt, and is cut by what its own last queries look at.
 
     Raises:
         ValueError: impossible sizes, an even kernel, a config instead of the model.
@@ -47,6 +54,8 @@ class SnapKVCache(KVCache):
         num_sink_tokens: int = 0,
         group_reduce: str = "mean",
         value_norm: bool = False,
+        wide_window: int | None = None,
+        recent_ratio: float | None = None,
         scope: str = "full",
         **parts: Any,
     ) -> None:
@@ -60,5 +69,7 @@ class SnapKVCache(KVCache):
             num_sink_tokens,
             group_reduce,
             value_norm,
+            wide_window,
+            recent_ratio,
         )
         super().__init__(model, policy=policy, scope=scope, **parts)

@@ -16,7 +16,8 @@ class HeavyHitter(Policy):
     """Keep the `recent_size` newest rows and the `heavy_size` others with the largest attention sums. Lossy.
 
     The score of a row is the sum of its softmax column over all queries so far (exact, causal, mean over the query
-    heads of its KV head). A hard budget: never more than `heavy + recent` rows per KV head after a step. Bytes per row:
+    heads of its KV head); with `score="mean"`, the sum divided by the queries that could see it, which does not favour
+    old rows. A hard budget: never more than `heavy + recent` rows per KV head after a step. Bytes per row:
     full precision plus 8 (position and score).
     """
 
@@ -31,12 +32,15 @@ class HeavyHitter(Policy):
         heavy_ratio: float | None = None,
         recent_ratio: float | None = None,
         num_sink_tokens: int = 0,
+        score: str = "sum",
     ):
         check_positive("heavy_size", heavy_size)
         check_positive("recent_size", recent_size)
         check_ratio("heavy_ratio", heavy_ratio)
         check_ratio("recent_ratio", recent_ratio)
         check_not_negative("num_sink_tokens", num_sink_tokens)
+        if score not in ("sum", "mean"):
+            raise ValueError(f"`score` must be 'sum' or 'mean', got {score!r}")
         if heavy_size is not None and heavy_ratio is not None:
             raise ValueError("give `heavy_size` (tokens) or `heavy_ratio` (share of the prompt), not both")
         if recent_size is not None and recent_ratio is not None:
@@ -54,6 +58,7 @@ class HeavyHitter(Policy):
         self.heavy_ratio = heavy_ratio
         self.recent_ratio = recent_ratio
         self.num_sink_tokens = num_sink_tokens
+        self.score = score
 
     def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
         return HeavyHitterLayer(self)
@@ -61,7 +66,7 @@ class HeavyHitter(Policy):
     def describe(self) -> dict[str, Any]:
         names = ("heavy_size", "recent_size", "heavy_ratio", "recent_ratio")
         args = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return args | {"num_sink_tokens": self.num_sink_tokens}
+        return args | {"num_sink_tokens": self.num_sink_tokens, "score": self.score}
 
 
 class HeavyHitterLayer(LayerPolicy):
@@ -121,6 +126,8 @@ class HeavyHitterLayer(LayerPolicy):
         """What each row is worth: its score; `+inf` where protected, `-inf` where empty."""
         positions, scores = step.rows.positions, step.rows.scores
         assert scores is not None and self.recent is not None
+        if self.policy.score == "mean":
+            scores = scores / (step.end - positions).clamp(min=1)
         recent = positions >= step.end - self.recent[:, None, None]
         value = torch.where(recent, float("inf"), scores)
         if self.policy.num_sink_tokens:

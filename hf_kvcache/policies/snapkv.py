@@ -10,18 +10,21 @@ from torch.nn import functional as F
 
 from ..segments import capacity_for
 from ..segments.dense import EMPTY
-from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, first_tokens, select
+from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, check_ratio, first_tokens, select
 from .heavy_hitter import attention_sums
 
 
 class SnapKV(Policy):
     """After a prompt, keep the rows that its last `window_size` queries attend to most, and those last rows. Lossy.
 
-    Score of a row: softmax in float32, summed over the window's queries, reduced over the query heads of its KV head
-    (`group_reduce`, `"mean"` or `"max"`), optionally times the norm of its value (`value_norm`), pooled over
-    neighbours. Holds `max_capacity_prompt` rows per KV head after each prompt; generated tokens are added, without
-    bound unless `decode_budget` is given: then a new token replaces the row that the current query attends to least
-    (never one of the last `window_size`). Bytes per row: full precision plus 4 (position).
+    Score of a row: softmax in float32, averaged over the window's queries, reduced over the query heads of its KV head
+    (`group_reduce`, `"mean"` or `"max"`), optionally plus the average over a wider window (`wide_window`), optionally
+    times the norm of its value (`value_norm`), pooled over neighbours: centred (`"avgpool"`, `"maxpool"`), or looking
+    ahead (`"ahead"`: a row takes the largest score of itself and the `kernel_size - 1` rows before it, since what
+    follows a row that is looked at is what the model reads next when it copies). `recent_ratio` keeps more recent rows
+    than there are observing queries. Holds `max_capacity_prompt` rows per KV head after each prompt; generated tokens
+    are added, without bound unless `decode_budget` is given: then a new token replaces the row that the current query
+    attends to least (never one of the last `window_size`). Bytes per row: full precision plus 4 (position).
     """
 
     name = "SnapKV"
@@ -39,6 +42,8 @@ class SnapKV(Policy):
         num_sink_tokens: int = 0,
         group_reduce: str = "mean",
         value_norm: bool = False,
+        wide_window: int | None = None,
+        recent_ratio: float | None = None,
     ):
         check_positive("max_capacity_prompt", max_capacity_prompt)
         check_positive("window_size", window_size)
@@ -46,16 +51,25 @@ class SnapKV(Policy):
         check_positive("pyramid_beta", pyramid_beta)
         check_positive("decode_budget", decode_budget)
         check_not_negative("num_sink_tokens", num_sink_tokens)
-        if kernel_size % 2 == 0:
+        check_positive("wide_window", wide_window)
+        check_ratio("recent_ratio", recent_ratio)
+        if pooling not in ("avgpool", "maxpool", "ahead"):
+            raise ValueError(f"`pooling` must be 'avgpool', 'maxpool' or 'ahead', got {pooling!r}")
+        if kernel_size % 2 == 0 and pooling != "ahead":
             raise ValueError(f"`kernel_size` must be odd, so that pooling stays centred, got {kernel_size}")
-        if pooling not in ("avgpool", "maxpool"):
-            raise ValueError(f"`pooling` must be 'avgpool' or 'maxpool', got {pooling!r}")
         if group_reduce not in ("mean", "max"):
             raise ValueError(f"`group_reduce` must be 'mean' or 'max', got {group_reduce!r}")
         if window_size + num_sink_tokens >= max_capacity_prompt:
             raise ValueError(
                 f"`max_capacity_prompt` ({max_capacity_prompt}) must be larger than `window_size + num_sink_tokens` "
                 f"({window_size + num_sink_tokens}): raise it or shrink the window"
+            )
+        if wide_window is not None and wide_window <= window_size:
+            raise ValueError(f"`wide_window` ({wide_window}) must be larger than `window_size` ({window_size})")
+        if int((recent_ratio or 0) * max_capacity_prompt) + num_sink_tokens >= max_capacity_prompt:
+            raise ValueError(
+                f"`recent_ratio` ({recent_ratio}) and `num_sink_tokens` leave no room for selected rows in "
+                f"`max_capacity_prompt` ({max_capacity_prompt})"
             )
         self.max_capacity_prompt = max_capacity_prompt
         self.window_size = window_size
@@ -66,6 +80,8 @@ class SnapKV(Policy):
         self.num_sink_tokens = num_sink_tokens
         self.group_reduce = group_reduce
         self.value_norm = value_norm
+        self.wide_window = wide_window
+        self.recent_ratio = recent_ratio
 
     def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
         return SnapKVLayer(self, self.capacity(layer, layers))
@@ -96,7 +112,8 @@ class SnapKVLayer(LayerPolicy):
 
     @property
     def reserve(self) -> int:  # type: ignore[override]
-        return 32 if self.policy.decode_budget is None else min(32, self.policy.decode_budget + 1)
+        room = min(32, max(8, self.capacity // 32))
+        return room if self.policy.decode_budget is None else min(room, self.policy.decode_budget + 1)
 
     def rows_after(self, tokens: int) -> int:
         return self.capacity + self.reserve if tokens > self.capacity else capacity_for(tokens)
@@ -137,9 +154,12 @@ class SnapKVLayer(LayerPolicy):
             score = step.probs.view(b, heads, -1, q, n).mean(2).sum(2)
         else:
             score = attention_sums(_window(step, p.window_size), heads, p.group_reduce)
+            if p.wide_window is not None:
+                wide = attention_sums(_window(step, p.wide_window), heads, p.group_reduce)
+                score = score / p.window_size + wide / p.wide_window
         if p.value_norm:
             score = score * step.rows.values.float().norm(dim=-1)
-        recent = positions >= step.end - p.window_size
+        recent = positions >= step.end - max(p.window_size, int((p.recent_ratio or 0) * self.capacity))
         protected = recent
         if p.num_sink_tokens:
             protected = protected | first_tokens(step, p.num_sink_tokens)
@@ -155,7 +175,9 @@ class SnapKVLayer(LayerPolicy):
         if self.shuffled:
             order = positions.argsort(dim=-1).expand_as(score)
             score = score.gather(-1, order)
-        if self.policy.pooling == "maxpool":
+        if self.policy.pooling == "ahead":
+            pooled = F.max_pool1d(F.pad(score, (kernel - 1, 0)), kernel, stride=1)
+        elif self.policy.pooling == "maxpool":
             pooled = F.max_pool1d(score, kernel, stride=1, padding=kernel // 2)
         else:
             pooled = F.avg_pool1d(score, kernel, stride=1, padding=kernel // 2)

@@ -78,6 +78,7 @@ class DenseSegment:
     def __init__(self) -> None:
         self._table: Rows | None = None
         self.length = 0
+        self._step: int | None = None  # rows to grow by, once a policy has decided how many there should be
 
     @property
     def rows(self) -> Rows:
@@ -107,7 +108,8 @@ class DenseSegment:
         if self._table is None:
             self._allocate(rows, capacity_for(n))
         elif self.length + n > self._table.length:
-            self._reallocate(capacity_for(self.length + n))
+            needed = self.length + n
+            self._reallocate(capacity_for(needed) if self._step is None else needed + self._step)
         elif self._table.keys.is_inference() and not torch.is_inference_mode_enabled():
             # Written under `torch.inference_mode`, such buffers cannot be written outside of it.
             self._reallocate(self._table.length)
@@ -126,7 +128,8 @@ class DenseSegment:
         self._table, self.length = rows, rows.length
 
     def replace(self, rows: Rows, reserve: int = 0) -> None:
-        """Hold exactly `rows` (tensors of their own), with room for `reserve` more."""
+        """Hold exactly `rows` (tensors of their own), with room for `reserve` more, and grow by that from now on."""
+        self._step = max(1, reserve)
         if rows.length and not reserve:
             self._table = rows.map(lambda t: t if t.is_contiguous() and _owns(t) else t.contiguous().clone())
             self.length = rows.length
@@ -140,12 +143,11 @@ class DenseSegment:
         assert self._table is not None
         last = self.length - 1
         heads = self._table.keys.shape[1]
+        batch = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        head = torch.arange(heads, device=slot.device)[None, :]
         for tensor in self._table.tensors().values():
-            if tensor.ndim == 4:
-                idx = slot.expand(-1, heads, -1).unsqueeze(-1).expand(-1, -1, -1, tensor.shape[-1])
-            else:
-                idx = slot.expand(-1, tensor.shape[1], -1)
-            tensor.scatter_(2, idx, tensor[:, :, last : last + 1].clone())
+            wide = slot[..., 0] if tensor.shape[1] == slot.shape[1] else slot[..., 0].expand(-1, tensor.shape[1])
+            tensor[batch, head[:, : tensor.shape[1]], wide] = tensor[:, :, last].clone()
         self.length = last
 
     def widen_positions(self) -> None:
@@ -178,7 +180,7 @@ class DenseSegment:
         return twin
 
     def clear(self) -> None:
-        self._table, self.length = None, 0
+        self._table, self.length, self._step = None, 0, None
 
     def _allocate(self, like: Rows, capacity: int) -> None:
         def empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ def parse_cache(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def make_cache(model: Any, spec: str, rows: int) -> KVCache:
-    """A cache of `rows` rows per KV head; `spec` names it: snapkv, h2o, window, identity, or one of `variants`.
+    """A cache of `rows` rows per KV head; `spec` names it: snapkv, h2o, window or identity.
 
     Arguments follow a colon, as `name=value,...`. `h2o` keeps half of its rows for recent tokens,
     `window` four for sinks, unless told otherwise.
@@ -174,9 +174,7 @@ def make_cache(model: Any, spec: str, rows: int) -> KVCache:
     if name == "window":
         sinks = arguments.pop("num_sink_tokens", 4)
         return SlidingWindowCache(model, window_length=rows - sinks, num_sink_tokens=sinks, **arguments)
-    from variants import make_variant  # imports this library, which is on the path by now
-
-    return make_variant(model, name, rows, arguments)
+    raise ValueError(f"unknown cache {name!r}: identity, snapkv, h2o or window")
 
 
 # ---------------------------------------------------------------------- output

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from .cpu import batched_matmul
+
 
 class Extras(NamedTuple):
     """What a model asks of its attention beyond q, k, v and the mask."""
@@ -24,7 +26,7 @@ class Block(NamedTuple):
     """Attention of all queries over one block of rows."""
 
     output: torch.Tensor  # [B, Hq, Q, Dv] normalised within the block
-    lse: torch.Tensor  # [B, Hq, Q] float32 log-sum-exp of the block's logits
+    lse: torch.Tensor | None  # [B, Hq, Q] float32 log-sum-exp of the block's logits, only where asked for
     probs: torch.Tensor | None  # [B, Hq, Q, S] float32, only where asked for
 
 
@@ -41,7 +43,7 @@ def masked_logits(
     hk, s = keys.shape[1], keys.shape[2]
     group = hq // hk
     folded = query.reshape(b, hk, group * q_len, d)
-    logits = torch.matmul(folded, keys.transpose(-1, -2))
+    logits = batched_matmul(folded, keys.transpose(-1, -2))
     if front is not None:
         # not in place: a training step may need the first product again
         logits = torch.cat([torch.matmul(folded, front.transpose(-1, -2)), logits[..., front.shape[2] :]], dim=-1)
@@ -76,21 +78,24 @@ def attend(
     bias: torch.Tensor | None = None,
     front: torch.Tensor | None = None,
     need_probs: bool = False,
+    need_lse: bool = False,
 ) -> Block:
     """Exact attention over one block of rows. Fully masked queries give finite output and a very small `lse`."""
     b, hq, q_len, _ = query.shape
     logits = masked_logits(query, keys, extras, visible, bias, front)
-    lse = torch.logsumexp(logits, dim=-1)
-    if extras.sinks is not None:
-        sink = extras.sinks.float().view(1, *logits.shape[1:3], 1)
-        lse = torch.logaddexp(lse, sink)
+    lse = None
+    if need_lse:
+        lse = torch.logsumexp(logits, dim=-1)
+        if extras.sinks is not None:
+            lse = torch.logaddexp(lse, extras.sinks.float().view(1, *logits.shape[1:3], 1))
+        lse = lse.reshape(b, hq, q_len)
     probs = probabilities(logits, extras)
     weights = probs
     if extras.dropout > 0:
         weights = torch.nn.functional.dropout(probs, p=extras.dropout, training=True)
     flat = weights.to(values.dtype).flatten(2, 3)  # [B, Hk, G*Q, S]
-    output = torch.matmul(flat, values).view(b, hq, q_len, values.shape[-1])
-    return Block(output, lse.reshape(b, hq, q_len), probs.flatten(1, 2) if need_probs else None)
+    output = batched_matmul(flat, values).view(b, hq, q_len, values.shape[-1])
+    return Block(output, lse, probs.flatten(1, 2) if need_probs else None)
 
 
 def merge(blocks: list[Block], sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,7 +103,8 @@ def merge(blocks: list[Block], sinks: torch.Tensor | None = None) -> torch.Tenso
 
     `sinks` (`[Hq]` attention-sink logits) must then be left out of the blocks themselves: they count once.
     """
-    lse = torch.stack([block.lse for block in blocks])  # [N, B, Hq, Q]
+    lse = torch.stack([block.lse for block in blocks if block.lse is not None])  # [N, B, Hq, Q]
+    assert len(lse) == len(blocks), "blocks to merge need their log-sum-exp"
     total = torch.logsumexp(lse, dim=0)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[None, :, None])
