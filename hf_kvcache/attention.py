@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .layer import KVLayer, expected
 from .ops.attention import Extras, attend, merge
 from .policies.base import Step
-from .segments import Rows
+from .segments import DenseSegment, Ragged, Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -99,6 +99,10 @@ def attention_forward(
         if not layer.shared:
             layer.finish_unseen()
         return output.transpose(1, 2).contiguous(), None
+    if isinstance(layer.segments, Ragged) and _decodes_by_head(layer, query, expanded, before):
+        output = _by_head(layer.segments.heads, query, sight, extras)
+        layer.finish_unseen()
+        return output.transpose(1, 2).contiguous(), None
     rows = layer.current()
     keys = key if expanded else rows.keys
     values = value if expanded else rows.values
@@ -170,7 +174,7 @@ class Sight:
         self.past: torch.Tensor | None = None
         if pending.held and not (layer.complete and (mask is None or self.whole is not None)):
             index = torch.arange(pending.start, pending.start + new, device=query.device)
-            positions = layer.current().positions[:, :, : pending.held]
+            positions = layer.positions[:, :, : pending.held]
             self.past = layer.past_visibility(positions, index, kwargs.get("sliding_window"))
         self.position_bias = self._columns(layer, kwargs.get("position_bias"))
         if kwargs.get("sinks") is not None:
@@ -207,7 +211,7 @@ class Sight:
                 f"{layer.technique}: this model made a position bias for {bias.shape[-1]} tokens where "
                 f"{layer.get_seq_length()} were given, so it cannot be brought to the rows that are held"
             )
-        index = layer.current().positions.clamp(min=0).long()  # [B, H|1, N]
+        index = layer.positions.clamp(min=0).long()  # [B, H|1, N]
         batch, heads = index.shape[0], bias.shape[1]
         if index.shape[1] not in (1, heads):
             index = index.repeat_interleave(heads // index.shape[1], dim=1)
@@ -296,6 +300,40 @@ def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras
         blocks.append(attend(query, keys, values, alone, mask, part_bias, need_lse=True))
         start = stop
     return merge(blocks, extras.sinks)
+
+
+def _decodes_by_head(layer: KVLayer, query: torch.Tensor, expanded: bool, before: str) -> bool:
+    """Whether a step goes over heads of different lengths as they lie: one after which nothing is dropped."""
+    short = query.shape[2] <= SHORT_STEP and layer.pending is not None and layer.pending.written
+    final = not layer.record_past and not layer.is_prompt(query.shape[2])
+    return short and final and not expanded and not layer.shared and before != "eager"
+
+
+def _by_head(heads: list[DenseSegment], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:
+    """A short step over heads of different lengths, each attended where it lies."""
+    group = query.shape[1] // len(heads)
+    visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), len(heads))
+    outputs = []
+    for index, head in enumerate(heads):
+        rows = head.rows
+        mine = query[:, index * group : (index + 1) * group]
+        keys, values = rows.keys.to(query.dtype), rows.values.to(query.dtype)
+        # Shorter heads stand at the end of the common width.
+        mask = None
+        if visible is not None:
+            mask = visible if visible.shape[1] == 1 else visible[:, index : index + 1]
+            mask = mask[..., sight.total - rows.length :]
+        added = None
+        if bias is not None:
+            added = bias if bias.shape[1] == 1 else bias[:, index * group : (index + 1) * group]
+            added = added[..., sight.total - rows.length :]
+        sinks = None if extras.sinks is None else extras.sinks[index * group : (index + 1) * group]
+        own = extras._replace(sinks=sinks)
+        if added is None and extras.softcap is None and sinks is None and not extras.dropout:
+            outputs.append(_packed_sdpa(mine, keys, values, mask, extras.scaling))
+        else:
+            outputs.append(attend(mine, keys, values, own, mask, added).output)
+    return torch.cat(outputs, dim=1)
 
 
 def _by_kv_head(
@@ -410,7 +448,7 @@ def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
     layer: KVLayer | None = None if last is None else last()
     if layer is None or not layer.expanded or layer.pending is None:
         return None
-    if getattr(module, "layer_idx", None) != layer.layer_idx or key.shape[2] != layer.current().length:
+    if getattr(module, "layer_idx", None) != layer.layer_idx or key.shape[2] != layer.total:
         return None
     return layer
 

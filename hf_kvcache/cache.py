@@ -172,16 +172,14 @@ class KVCache(DynamicCache):
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         kept = [layer.kept for layer in layers]
-        rows = layers[0].segments.rows
         span = f"{kept[0]}" if min(kept) == max(kept) else f"{min(kept)}-{max(kept)}"
-        heads = sum(layer.segments.rows.keys.shape[1] for layer in layers)
-        full = (
-            seen * rows.keys.shape[0] * heads * (rows.keys.shape[3] + rows.values.shape[3]) * rows.keys.element_size()
-        )
+        shapes = [layer.segments.shape for layer in layers]
+        size = layers[0].element_size
+        full = seen * size * sum(batch * heads * (key + value) for batch, heads, key, value in shapes)
         own = sum(layer.nbytes for layer in layers)
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
-            f"{rows.keys.element_size() * 8} bits per element, {self.nbytes:,} bytes, "
+            f"{size * 8} bits per element, {self.nbytes:,} bytes, "
             f"{own / full:.3f} of full precision"
         )
         others = len(self.layers) - len(layers)
@@ -211,6 +209,9 @@ class KVCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 _forget_states(layer)
+            if isinstance(layer, DynamicLayer):  # transformers 5.17 keeps zeroed keys of the old batch
+                layer.keys = layer.values = None
+                layer.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none."""

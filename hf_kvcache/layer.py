@@ -20,7 +20,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step
-from .segments import Chain, Rows
+from .segments import Chain, Ragged, Rows
 from .segments.dense import EMPTY
 from .view import KVView
 
@@ -79,10 +79,8 @@ class KVLayer(CacheLayerMixin):
         self.signature: tuple[Any, ...] | None = None
         self.checked: int | None = None  # id of the attention module that was found to fit
         self.shared = False  # later model layers attend over these rows too
-        self.full_width = (
-            False  # the model makes a bias for every position from `get_mask_sizes`, dropped ones included
-        )
-        self.segments = Chain()
+        self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
+        self.segments: Chain | Ragged = Ragged() if policy.ragged else Chain()
         self.is_initialized = False
         self.record_past = False
         self._clear()
@@ -132,6 +130,11 @@ class KVLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: device, dtype and shapes are taken from the first keys."""
 
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element of a key."""
+        return self.segments.element_size
+
     def get_seq_length(self) -> int:
         return self._seen
 
@@ -168,8 +171,7 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self.segments.is_empty:
             return torch.empty(max(self._batch, 0), 0, 0, dtype=torch.int32)
-        rows = self.segments.rows
-        return rows.positions.expand(-1, rows.keys.shape[1], -1).sort(dim=-1).values
+        return self.segments.positions.expand(-1, self.segments.shape[1], -1).sort(dim=-1).values
 
     # ------------------------------------------------------------------ a step: update, attend, finish
 
@@ -213,13 +215,12 @@ class KVLayer(CacheLayerMixin):
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not self.is_initialized or self.segments.is_empty:
             return
-        rows = self.segments.rows
         if keys.shape[0] != self._batch:
             raise ValueError(
                 f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
                 "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
             )
-        held = (rows.keys.shape[1], rows.keys.shape[3], rows.values.shape[3])
+        held = self.segments.shape[1:]
         given = (keys.shape[1], keys.shape[3], values.shape[3])
         if held != given:
             raise ValueError(
@@ -246,9 +247,23 @@ class KVLayer(CacheLayerMixin):
         Raises `ValueError` where the policy drops rows.
         """
         self.settle()
-        if self.policy.drops or self.sliding_window is not None:
+        if self.policy.drops or self.sliding_window is not None or isinstance(self.segments, Ragged):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
         self.segments.seal()
+
+    @property
+    def total(self) -> int:
+        """How many rows there are to attend over (per KV head; of the longest head)."""
+        if self.pending is not None and not self.pending.written:
+            return self.pending.rows.length
+        return self.segments.length
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions `[B, H|1, N]` of the rows to attend over."""
+        if self.pending is not None and not self.pending.written:
+            return self.pending.rows.positions
+        return self.segments.positions
 
     def front(self) -> tuple[str, torch.Tensor] | None:
         """Moved sink rows to use in place of the first ones: which tensor, and `[B, H, F, D]`."""
@@ -368,15 +383,17 @@ class KVLayer(CacheLayerMixin):
         self._next_is_prompt = False
 
     def finish_unseen(self) -> None:
-        """End of a step on a layer whose policy keeps everything, and so has nothing to look at."""
-        assert not self.policy.drops
-        self.settle()
+        """End of a step that the policy has nothing to do with: all its rows stay."""
+        assert self.pending is not None
+        if not self.pending.written:
+            self.segments.append(self.pending.rows)
+        self.pending = None
 
     def _hold_back(self, step: Step) -> Step | None:
         """What must be kept of a step until it is known how much of it is rolled back."""
         if not self.policy.drops and self.sliding_window is None:
             return None
-        rows = self.segments.rows
+        rows = step.rows.map(lambda t: t[:, :, :0].clone())  # they are in the segments; no second copy here
         if not self.policy.needs_queries or step.query is None:
             return replace(step, rows=rows, query=None, keys=None, probs=None)
         if step.keys is not None and step.keys.shape[1] != rows.keys.shape[1]:
@@ -574,7 +591,7 @@ class KVLayer(CacheLayerMixin):
         self.policy.batch_map(fn)
         if self._padding is not None:
             self._padding = fn(self._padding)
-        self._batch = self.segments.rows.keys.shape[0]
+        self._batch = self.segments.shape[0]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._batch_map(lambda t: t.index_select(0, beam_idx.to(t.device)))

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from .layer import KVLayer
 from .segments import Rows
-from .segments.dense import capacity_for
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -218,8 +217,10 @@ def _set_kv(layer: KVLayer, state: dict[str, Any], parts: dict[str, torch.Tensor
         _set_native(layer, state, parts)
     if table:
         rows = Rows(**table)
-        reserve = layer.policy.reserve if state["packed"] else capacity_for(rows.length) - rows.length
-        layer.segments.replace(rows, reserve)
+        if state["packed"]:
+            layer.segments.replace(rows, layer.policy.reserve)
+        else:
+            layer.segments.append(rows)
     layer.load_state(state, padding)
 
 

@@ -90,6 +90,7 @@ class Oracle:
         for b in range(batch):
             row = self.rows[b]
             row.padding += sum(1 for i in range(n) if not real[b][i])
+            work = []
             for h in range(HEADS):
                 held = list(row.heads[h])
                 new = [Token(start + i, k[b, h, i], v[b, h, i]) for i in range(n)]
@@ -108,7 +109,11 @@ class Oracle:
                         p.append(weight)
                     probabilities.append((sees, torch.stack(p).mean(0)))
                 new = [t for j, t in enumerate(new) if real[b][j]]
-                row.heads[h] = self.drop(held, new, probabilities, start + n, prompt)
+                work.append((held, new, probabilities))
+            if "floor" in self.sizes:
+                row.heads = self.drop_across_heads(work, start + n, prompt)
+            else:
+                row.heads = [self.drop(*parts, start + n, prompt) for parts in work]
         self.seen += n
         return out
 
@@ -134,6 +139,13 @@ class Oracle:
         limit = s["capacity"] if prompt else (s["capacity"] + s["decode"] if s["decode"] else math.inf)
         if len(tokens) <= limit:
             return tokens
+        old, raw, recent = self.scored(tokens, probabilities, end, prompt)
+        order = sorted(range(len(old)), key=lambda i: -raw[i])[: int(limit) - len(recent)]
+        return [old[i] for i in sorted(order)] + recent
+
+    def scored(self, tokens, probabilities, end, prompt):
+        """SnapKV's candidates in order, what each is worth, and the rows that are kept anyway."""
+        s = self.sizes
         window = s["window"]
         score = dict.fromkeys(map(id, tokens), 0.0)
         for width in (window, s.get("wide", 0)):
@@ -152,8 +164,24 @@ class Oracle:
                 sum(raw[j] for j in range(i - reach, i + reach + 1) if 0 <= j < len(raw)) / s["kernel"]
                 for i in range(len(raw))
             ]
-        order = sorted(range(len(old)), key=lambda i: -raw[i])[: int(limit) - len(recent)]
-        return [old[i] for i in sorted(order)] + recent
+        return old, raw, recent
+
+    def drop_across_heads(self, work, end, prompt) -> list[list[Token]]:
+        """AdaKV: every head keeps its best `floor`, the best of all the others fill the budget of the layer."""
+        limit = self.sizes["capacity"]
+        tokens = [held + new for held, new, _ in work]
+        if not prompt or sum(map(len, tokens)) <= limit * len(work):
+            return tokens
+        kept, rest = [], []
+        for h, (held, new, probabilities) in enumerate(work):
+            old, raw, recent = self.scored(held + new, probabilities, end, prompt)
+            order = sorted(range(len(old)), key=lambda i: -raw[i])
+            kept.append([old[i] for i in order[: self.sizes["floor"]]] + recent)
+            rest += [(-raw[i], h, i, old[i]) for i in order[self.sizes["floor"] :]]
+        room = limit * len(work) - sum(map(len, kept))
+        for _, h, _, token in sorted(rest, key=lambda entry: entry[:3])[: max(0, room)]:
+            kept[h].append(token)
+        return [sorted(head, key=lambda t: t.position) for head in kept]
 
 
 KINDS = {
@@ -173,6 +201,10 @@ KINDS = {
             m, 10, window_size=2, wide_window=6, recent_ratio=0.4, pooling="ahead", kernel_size=3, decode_budget=2
         ),
         dict(capacity=10, window=2, wide=6, recent=4, ahead=3, decode=2),
+    ),
+    "snapkv_adaptive": (
+        lambda m: SnapKVCache(m, 8, window_size=3, kernel_size=3, adaptive_heads=True, floor_alpha=0.25),
+        dict(capacity=8, window=3, kernel=3, decode=0, floor=2),
     ),
     "h2o_mean": (
         lambda m: HeavyHitterCache(m, heavy_size=4, recent_size=3, score="mean"),
@@ -412,3 +444,4 @@ TestSnapKV = _case("snapkv")
 TestSnapKVBounded = _case("snapkv_bounded")
 TestSnapKVAhead = _case("snapkv_ahead")
 TestHeavyHitterMean = _case("h2o_mean")
+TestSnapKVAdaptive = _case("snapkv_adaptive")

@@ -31,6 +31,8 @@ class SnapKVCache(KVCache):
         group_reduce: `"mean"` or `"max"` over the query heads that share a KV head.
         value_norm: weigh scores by the norm of the value.
         wide_window: let this many last queries observe too; their average is added.
+        adaptive_heads, floor_alpha: let the KV heads of a layer share their rows (AdaKV, arXiv 2407.11550), each with
+            at least this share of its own. Closer to the full cache at the same bytes; decoding goes head by head.
         recent_ratio: keep at least this share of the capacity for the newest rows.
 
     The defaults are those of the paper. Better on the models measured so far, at the same bytes: `window_size=16,
@@ -56,6 +58,8 @@ class SnapKVCache(KVCache):
         value_norm: bool = False,
         wide_window: int | None = None,
         recent_ratio: float | None = None,
+        adaptive_heads: bool = False,
+        floor_alpha: float = 0.2,
         scope: str = "full",
         **parts: Any,
     ) -> None:
@@ -71,5 +75,7 @@ class SnapKVCache(KVCache):
             value_norm,
             wide_window,
             recent_ratio,
+            adaptive_heads,
+            floor_alpha,
         )
         super().__init__(model, policy=policy, scope=scope, **parts)

@@ -74,6 +74,7 @@ class LayerPolicy:
     drops = False  # may ever drop a row
     uses_scores = False  # rows carry a score
     needs_queries = False  # looks at queries after attention
+    ragged = False  # heads come to hold different numbers of rows
     per_head_positions = False  # heads come to hold different tokens
     reserve = 0  # free rows to leave when the rows are rewritten
     state_bytes = 0  # bytes of `tensors()` for each batch row

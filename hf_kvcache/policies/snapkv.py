@@ -22,7 +22,9 @@ class SnapKV(Policy):
     times the norm of its value (`value_norm`), pooled over neighbours: centred (`"avgpool"`, `"maxpool"`), or looking
     ahead (`"ahead"`: a row takes the largest score of itself and the `kernel_size - 1` rows before it, since what
     follows a row that is looked at is what the model reads next when it copies). `recent_ratio` keeps more recent rows
-    than there are observing queries. Holds `max_capacity_prompt` rows per KV head after each prompt; generated tokens
+    than there are observing queries. With `adaptive_heads` (AdaKV, arXiv 2407.11550) the heads of a layer share their
+    rows: each keeps its best `floor_alpha * capacity`, the rest go to the best rows of all heads, and every head is
+    stored at its own length. Holds `max_capacity_prompt` rows per KV head after each prompt; generated tokens
     are added, without bound unless `decode_budget` is given: then a new token replaces the row that the current query
     attends to least (never one of the last `window_size`). Bytes per row: full precision plus 4 (position).
     """
@@ -44,6 +46,8 @@ class SnapKV(Policy):
         value_norm: bool = False,
         wide_window: int | None = None,
         recent_ratio: float | None = None,
+        adaptive_heads: bool = False,
+        floor_alpha: float = 0.2,
     ):
         check_positive("max_capacity_prompt", max_capacity_prompt)
         check_positive("window_size", window_size)
@@ -53,6 +57,13 @@ class SnapKV(Policy):
         check_not_negative("num_sink_tokens", num_sink_tokens)
         check_positive("wide_window", wide_window)
         check_ratio("recent_ratio", recent_ratio)
+        if not 0 <= floor_alpha <= 1:
+            raise ValueError(f"`floor_alpha` must lie in [0, 1], got {floor_alpha!r}")
+        if adaptive_heads and decode_budget is not None:
+            raise ValueError(
+                "`adaptive_heads` and `decode_budget` do not go together: heads of different lengths have no common "
+                "slot to overwrite. Leave one of them out."
+            )
         if pooling not in ("avgpool", "maxpool", "ahead"):
             raise ValueError(f"`pooling` must be 'avgpool', 'maxpool' or 'ahead', got {pooling!r}")
         if kernel_size % 2 == 0 and pooling != "ahead":
@@ -82,6 +93,8 @@ class SnapKV(Policy):
         self.value_norm = value_norm
         self.wide_window = wide_window
         self.recent_ratio = recent_ratio
+        self.adaptive_heads = adaptive_heads
+        self.floor_alpha = floor_alpha
 
     def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
         return SnapKVLayer(self, self.capacity(layer, layers))
@@ -108,6 +121,7 @@ class SnapKVLayer(LayerPolicy):
     def __init__(self, policy: SnapKV, capacity: int) -> None:
         self.policy = policy
         self.capacity = capacity
+        self.ragged = policy.adaptive_heads
         self.shuffled = False  # rows are no longer in the order of their positions
 
     @property
@@ -130,6 +144,8 @@ class SnapKVLayer(LayerPolicy):
         limit = self.capacity if step.prompt else self._bound()
         if limit is None or step.rows.length <= limit:
             return None
+        if self.ragged:
+            return self._keep_by_head(step, limit)
         chosen = select(self._value(step), limit)
         if not self.shuffled:
             return chosen
@@ -137,6 +153,24 @@ class SnapKVLayer(LayerPolicy):
         order = step.rows.positions.gather(-1, chosen.index).masked_fill(~chosen.filled, EMPTY).argsort(dim=-1)
         self.shuffled = False
         return Keep(chosen.index.gather(-1, order), chosen.filled.gather(-1, order))
+
+    def _keep_by_head(self, step: Step, limit: int) -> Keep | None:
+        """`limit` rows per head on average: each head its best few, the rest to the best rows of all heads (AdaKV)."""
+        value = self._value(step)  # [B, H, N]
+        batch, heads, n = value.shape
+        if bool((value.isfinite() | (value == float("inf"))).sum((1, 2)).le(heads * limit).all()):
+            return None
+        protected = value == float("inf")
+        floor = int(self.policy.floor_alpha * limit)
+        rank = value.masked_fill(protected, float("-inf")).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        own = protected | ((rank < floor) & (value != float("-inf")))
+        ranked = value.masked_fill(own, float("inf")).flatten(1)
+        best, index = (t[:, : heads * limit] for t in ranked.sort(dim=-1, descending=True, stable=True))
+        chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, index, best != float("-inf"))
+        chosen = chosen.view(batch, heads, n)
+        longest = int(chosen.sum(-1).max())
+        order = chosen.to(torch.int8).argsort(dim=-1, stable=True)[..., n - longest :]  # empty slots stand in front
+        return Keep(order, chosen.gather(-1, order))
 
     def victim(self, step: Step) -> torch.Tensor | None:
         bound = self._bound()

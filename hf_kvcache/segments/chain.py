@@ -34,6 +34,21 @@ class Chain:
         return sum(segment.nbytes for segment in self.sealed) + self.tail.nbytes
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, KV heads, key size, value size)."""
+        return (self.sealed[0] if self.sealed else self.tail).shape
+
+    @property
+    def element_size(self) -> int:
+        return (self.sealed[0] if self.sealed else self.tail).element_size
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[B, H|1, N]` positions of all rows."""
+        parts = [part.positions for part in self.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    @property
     def parts(self) -> list[Rows]:
         """The rows of each segment that holds any, oldest first."""
         return [segment.rows for segment in (*self.sealed, self.tail) if not segment.is_empty]

@@ -87,6 +87,18 @@ class DenseSegment:
         return self._table.map(lambda t: t[:, :, : self.length])
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, KV heads, key size, value size)."""
+        assert self._table is not None
+        keys = self._table.keys
+        return keys.shape[0], keys.shape[1], keys.shape[3], self._table.values.shape[3]
+
+    @property
+    def element_size(self) -> int:
+        assert self._table is not None
+        return self._table.keys.element_size()
+
+    @property
     def is_empty(self) -> bool:
         return self._table is None or self.length == 0
 
