@@ -305,7 +305,7 @@ def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras
 def _decodes_by_head(layer: KVLayer, query: torch.Tensor, expanded: bool, before: str) -> bool:
     """Whether a step goes over heads of different lengths as they lie: one after which nothing is dropped."""
     short = query.shape[2] <= SHORT_STEP and layer.pending is not None and layer.pending.written
-    final = not layer.record_past and not layer.is_prompt(query.shape[2])
+    final = not layer.record_past and not layer.is_sliding and not layer.is_prompt(query.shape[2])
     return short and final and not expanded and not layer.shared and before != "eager"
 
 

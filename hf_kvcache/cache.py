@@ -145,7 +145,8 @@ class KVCache(DynamicCache):
     ) -> int:
         """The formula behind `nbytes`: bytes of this cache after one prompt of `tokens` tokens in a batch of `batch`.
 
-        Counts the layers that this library holds (all, on a full-attention model).
+        Counts the layers that this library holds (all, on a full-attention model). Exact, except for `adaptive_heads`
+        with a batch of several rows, where a head is as long as its longest row: then it is a lower bound.
         """
         decoder = config.get_text_config(decoder=True)
         dtype = dtype or getattr(decoder, "dtype", None) or torch.float32
@@ -156,7 +157,8 @@ class KVCache(DynamicCache):
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
             dropped = rows < capacity_for(tokens)
-            position_heads = heads if layer.policy.per_head_positions and dropped else 1
+            by_head = layer.policy.ragged or (layer.policy.per_head_positions and dropped)
+            position_heads = heads if by_head else 1
             total += batch * (rows * (heads * per_head + position_heads * 4) + layer.policy.state_bytes)
         return total
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from .policies.base import Keep, LayerPolicy, Step
+from .policies.base import Keep, LayerPolicy, Step, select
 from .segments import Chain, Ragged, Rows
 from .segments.dense import EMPTY
 from .view import KVView
@@ -247,7 +247,7 @@ class KVLayer(CacheLayerMixin):
         Raises `ValueError` where the policy drops rows.
         """
         self.settle()
-        if self.policy.drops or self.sliding_window is not None or isinstance(self.segments, Ragged):
+        if self.policy.drops or self.is_sliding or isinstance(self.segments, Ragged):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
         self.segments.seal()
 
@@ -391,7 +391,7 @@ class KVLayer(CacheLayerMixin):
 
     def _hold_back(self, step: Step) -> Step | None:
         """What must be kept of a step until it is known how much of it is rolled back."""
-        if not self.policy.drops and self.sliding_window is None:
+        if not self.policy.drops and not self.is_sliding:
             return None
         rows = step.rows.map(lambda t: t[:, :, :0].clone())  # they are in the segments; no second copy here
         if not self.policy.needs_queries or step.query is None:
@@ -441,7 +441,9 @@ class KVLayer(CacheLayerMixin):
                     self.segments.overwrite(slot)
                     self._dropped(step)
                     return
-            chosen = self.policy.keep(step) if self.policy.drops else self._expire(step)
+            chosen = self.policy.keep(step) if self.policy.drops else None
+            if chosen is None:
+                chosen = self._expire(step)
         if chosen is not None:
             self._write(rows, chosen)
             self._dropped(step)
@@ -463,12 +465,11 @@ class KVLayer(CacheLayerMixin):
         self._last_drop = step.end
 
     def _expire(self, step: Step) -> Keep | None:
-        """On a sliding layer that keeps everything: forget rows that no later query can see, now and then."""
-        window = self.sliding_window
-        if window is None or step.rows.length < window + max(window, 32):
+        """On a sliding or chunked layer: forget rows that no later query can see, now and then."""
+        limit = self.sliding_window or self.chunk_size
+        if limit is None or step.rows.length < limit + max(limit, 32):
             return None
-        last = torch.arange(step.rows.length - window, step.rows.length, device=step.rows.positions.device)
-        return Keep(last.expand(step.rows.positions.shape[0], 1, window))
+        return select(torch.where(step.valid(), step.rows.positions.double(), float("-inf")), limit)
 
     def settle(self) -> None:
         """End a step left open, or commit tokens that were never attended through this library (read as tensors)."""

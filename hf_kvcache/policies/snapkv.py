@@ -97,7 +97,7 @@ class SnapKV(Policy):
         self.floor_alpha = floor_alpha
 
     def for_layer(self, layer: int, layers: int, window: int | None) -> LayerPolicy:
-        return SnapKVLayer(self, self.capacity(layer, layers))
+        return SnapKVLayer(self, self.capacity(layer, layers), window)
 
     def capacity(self, layer: int, layers: int) -> int:
         """Rows per KV head that layer `layer` keeps of a prompt."""
@@ -118,10 +118,11 @@ class SnapKVLayer(LayerPolicy):
     needs_queries = True
     per_head_positions = True
 
-    def __init__(self, policy: SnapKV, capacity: int) -> None:
+    def __init__(self, policy: SnapKV, capacity: int, window: int | None = None) -> None:
         self.policy = policy
         self.capacity = capacity
         self.ragged = policy.adaptive_heads
+        self.window = window
         self.shuffled = False  # rows are no longer in the order of their positions
 
     @property
@@ -130,7 +131,11 @@ class SnapKVLayer(LayerPolicy):
         return room if self.policy.decode_budget is None else min(room, self.policy.decode_budget + 1)
 
     def rows_after(self, tokens: int) -> int:
-        return self.capacity + self.reserve if tokens > self.capacity else capacity_for(tokens)
+        if tokens <= self.capacity:
+            return capacity_for(tokens)
+        # Heads that are cut to their own length hold no rows that are out of sight.
+        visible = self.window - 1 if self.ragged and self.window is not None else self.capacity
+        return min(self.capacity, visible) + self.reserve
 
     def _bound(self) -> int | None:
         """Rows that may be held after a step of decoding."""
@@ -158,12 +163,14 @@ class SnapKVLayer(LayerPolicy):
         """`limit` rows per head on average: each head its best few, the rest to the best rows of all heads (AdaKV)."""
         value = self._value(step)  # [B, H, N]
         batch, heads, n = value.shape
-        if bool((value.isfinite() | (value == float("inf"))).sum((1, 2)).le(heads * limit).all()):
+        seen_again = value != float("-inf")
+        expired = (step.rows.positions != EMPTY) & ~seen_again
+        if bool(seen_again.sum((1, 2)).le(heads * limit).all()) and not bool(expired.any()):
             return None
         protected = value == float("inf")
         floor = int(self.policy.floor_alpha * limit)
         rank = value.masked_fill(protected, float("-inf")).argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        own = protected | ((rank < floor) & (value != float("-inf")))
+        own = protected | ((rank < floor) & seen_again)
         ranked = value.masked_fill(own, float("inf")).flatten(1)
         best, index = (t[:, : heads * limit] for t in ranked.sort(dim=-1, descending=True, stable=True))
         chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter_(1, index, best != float("-inf"))

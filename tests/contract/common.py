@@ -174,6 +174,11 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
         dict(max_capacity_prompt=120, window_size=4, kernel_size=3, pooling="maxpool"),
         dict(max_capacity_prompt=10, window_size=4, kernel_size=3, pooling="maxpool", num_sink_tokens=1),
     ),
+    "snapkv_adaptive": (
+        SnapKVCache,
+        dict(max_capacity_prompt=120, window_size=4, kernel_size=3, adaptive_heads=True),
+        dict(max_capacity_prompt=10, window_size=4, kernel_size=3, adaptive_heads=True),
+    ),
     "h2o": (HeavyHitterCache, dict(heavy_size=60, recent_size=60), dict(heavy_size=4, recent_size=4)),
     # Ratios are of the prompt: all of it fits, the generated tokens do not.
     "h2o_ratio": (

@@ -53,12 +53,13 @@ def test_budgets_hold_at_every_step(label):
     ids, _ = batch(1, more=30)
     cache = tight(label, model)
     feed(model, cache, ids[:, :18])
-    bound = {"window": 8, "snapkv": None, "snapkv_decode": 12, "snapkv_pyramid": None, "snapkv_maxpool": None}
+    unbounded = dict.fromkeys(("snapkv", "snapkv_pyramid", "snapkv_maxpool", "snapkv_adaptive"))
+    bound = {"window": 8, "snapkv_decode": 12} | unbounded
     for stop in range(19, 48):
         feed(model, cache, ids[:, :stop], start=stop - 1)
         limit = bound.get(label, 8)
         # Without `decode_budget`, SnapKV bounds the prompt and documents that generated tokens are added to it.
-        start = {"snapkv_pyramid": 14}.get(label, 10)
+        start = {"snapkv_pyramid": 14, "snapkv_adaptive": 14}.get(label, 10)
         assert cache.kept_length(0) <= (limit if limit is not None else start + stop - 18)
 
 
@@ -125,7 +126,11 @@ def test_the_formula_of_bytes(label, case, rows):
         cache = make(label, model, case)
         expected = cache.expected_bytes(model.config, rows, 18)
         feed(model, cache, ids)
-        assert sum(layer.nbytes for layer in cache.kv_layers) == expected
+        held = sum(layer.nbytes for layer in cache.kv_layers)
+        if label == "snapkv_adaptive" and rows > 1:
+            assert expected <= held <= 2 * expected  # a head is as long as its longest batch row
+        else:
+            assert held == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
