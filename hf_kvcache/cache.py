@@ -65,7 +65,7 @@ class KVCache(DynamicCache):
         decoder = config.get_text_config(decoder=True)
         technique = type(self).__name__
         _check_config(config, decoder, technique)
-        reason = None if model is None else own_cache_reason(model, decoder)
+        reason = None if model is None else own_cache_reason(model)
         if reason is not None:
             raise NotImplementedError(f"{technique} does not fit {type(model).__name__}: {reason}")
         if policy.needs_model and model is None:
@@ -276,7 +276,7 @@ def _model_and_config(model_or_config: Any) -> tuple[PreTrainedModel | None, Pre
     raise ValueError(f"expected a transformers model or config, got {type(model_or_config).__name__}")
 
 
-def own_cache_reason(model: PreTrainedModel, decoder: PreTrainedConfig) -> str | None:
+def own_cache_reason(model: PreTrainedModel) -> str | None:
     """Why this model keeps no keys and values in a cache that is passed to it, or None where it does."""
     supported = getattr(model, "_supports_default_dynamic_cache", None)
     if supported is not None and not supported():
@@ -285,7 +285,7 @@ def own_cache_reason(model: PreTrainedModel, decoder: PreTrainedConfig) -> str |
     if not any(name in parameters for name in ("cache", "past_key_values")):
         other = [name for name in ("cache_params", "mems", "state", "shared_kv_states") if name in parameters]
         return f"its forward takes {other[0]} instead of a KV cache" if other else "its forward takes no cache"
-    layers = DynamicCache(config=decoder).layers
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
         return "every layer keeps a recurrent state, none keeps keys and values"
     return None
@@ -295,17 +295,16 @@ def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    generates = (
-        config.is_encoder_decoder
-        or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        or config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    generators = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
+    generates = config.is_encoder_decoder or any(config.model_type in names for names in generators)
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder
     if encoder and (not generates or getattr(config, "is_decoder", None) is False):
         raise ValueError(

@@ -28,10 +28,10 @@ import transformers
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ..attention import attach, detach, is_ours
-from ..cache import KVCache
+from ..cache import KVCache, own_cache_reason
 from ..caches import HeavyHitterCache, SlidingWindowCache, SnapKVCache
 from ..layer import KVLayer
-from .shrink import ShrinkError, build, cache_argument, causal_lm_types, own_cache_reason, sample_inputs
+from .shrink import ShrinkError, build, cache_argument, causal_lm_types, sample_inputs
 
 ROWS = 3
 PROMPT = 12

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -286,18 +285,3 @@ def sample_inputs(model: PreTrainedModel, batch: int = 1, length: int = 12, seed
 def cache_argument(model: PreTrainedModel) -> str:
     """The name under which `model.generate` takes a cache: `cache`, or `past_key_values` in older releases."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-
-
-def own_cache_reason(model: PreTrainedModel) -> str | None:
-    """Why this model keeps no keys and values in a plain `DynamicCache`, or None where it does."""
-    if not model._supports_default_dynamic_cache():
-        return "the model class declares that it does not support DynamicCache"
-    parameters = inspect.signature(type(model).forward).parameters
-    slot = parameters.get("cache") or parameters.get("past_key_values")
-    if slot is None:
-        other = [name for name in ("cache_params", "mems", "state", "shared_kv_states") if name in parameters]
-        return f"forward takes {other[0]} instead of a KV cache" if other else "forward takes no cache"
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
-        return "every layer keeps a recurrent state, none keeps keys and values"
-    return None
