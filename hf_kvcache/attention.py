@@ -77,6 +77,9 @@ def attention_forward(
     if isinstance(key, KVView) and (not isinstance(value, KVView) or key.layer.pending is None):
         # The values were changed on the way (diffllama), or the rows are read again after their step.
         key, value = _plain(key), _plain(value)
+    fresh = key.layer.pending if isinstance(key, KVView) else None
+    if fresh is not None and fresh.rows.length != query.shape[2]:
+        key, value = _cross(key), _cross(value)
     layer = _layer_of(module, key)
     if layer is None:
         if before == "sdpa" and any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks")):
@@ -439,6 +442,18 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.materialize()
 
 
+def _cross(tensor: torch.Tensor) -> torch.Tensor:
+    """Keys or values of an encoder, not those of the queries' own tokens: as they are, with their own mask."""
+    if not isinstance(tensor, KVView):
+        return tensor
+    if tensor.layer.policy.drops:
+        raise NotImplementedError(
+            f"{tensor.layer.technique} drops tokens of the decoder; it cannot hold the keys of cross-attention. Use "
+            "EncoderDecoderCache(this_cache, DynamicCache())."
+        )
+    return tensor.materialize()
+
+
 def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
     if isinstance(key, KVView):
         return key.layer
@@ -607,6 +622,8 @@ def can_attach(model: PreTrainedModel) -> bool:
 
 def why_not_attach(model: PreTrainedModel) -> str | None:
     """What is in the way of `attach`, or None."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"expected a transformers model, got {type(model).__name__}")
     models = _attention_models(model)
     if not models or not all(m._can_set_attn_implementation() for m in models):
         return f"{type(model).__name__} has attention code of its own"
@@ -639,6 +656,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Bring back the attention implementation that `attach` found. Does nothing on a model that is not attached."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"expected a transformers model, got {type(model).__name__}")
     for config in _configs(model):
         if is_ours(config._attn_implementation):
             config._attn_implementation_internal = _before[config._attn_implementation]

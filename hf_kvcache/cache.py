@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from . import storage
 from .attention import attach, signature_of, why_not_attach
 from .layer import HybridKVLayer, KVLayer
-from .policies.base import Policy
+from .policies.base import LayerPolicy, Policy
 from .segments import capacity_for
 
 
@@ -171,8 +171,12 @@ class KVCache(DynamicCache):
         name = type(self).__name__
         arguments = ", ".join(f"{k}={v!r}" for k, v in self.policy.describe().items() if v is not None)
         seen = self._seen()
+        if type(self.policy) is not Policy and name == "KVCache":
+            arguments = f"policy={type(self.policy).__name__}({arguments})"
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
+        if len({layer.get_seq_length() for layer in layers}) > 1:
+            return f"{name}({arguments}): left half-way by a forward pass that was interrupted; call reset()"
         kept = [layer.kept for layer in layers]
         span = f"{kept[0]}" if min(kept) == max(kept) else f"{min(kept)}-{max(kept)}"
         shapes = [layer.segments.shape for layer in layers]
@@ -203,7 +207,16 @@ class KVCache(DynamicCache):
                 f"this cache was made for a model of {len(self.layers)} layers but is used with one that has more: "
                 "make a cache for each model"
             )
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        handles = layer.update(key_states, value_states, *args, **kwargs)
+        if isinstance(layer, KVLayer):
+            first = next(other for other in self.layers if isinstance(other, KVLayer))
+            if layer.get_seq_length() != first.get_seq_length():
+                raise ValueError(
+                    f"layer {layer_idx} was given {layer.get_seq_length()} tokens where layer {first.layer_idx} was "
+                    f"given {first.get_seq_length()}: a forward pass was interrupted half-way. Call `cache.reset()`."
+                )
+        return handles
 
     def reset(self) -> None:
         """Forget everything; the cache can be used for another prompt, of another batch size too."""
@@ -216,7 +229,10 @@ class KVCache(DynamicCache):
                 layer.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none."""
+        """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none.
+
+        A positive number is the length to keep, as in older transformers.
+        """
         for layer in self.kv_layers:
             layer.check_crop(tokens_to_remove)
         # transformers' own layers refuse before they change anything, and all for the same reason.
@@ -331,6 +347,29 @@ def _replace_layer(
     expanded: bool,
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
+    made = _make_layer(layer, index, count, policy, scope, chunked, attached, technique, expanded)
+    if made is not None:
+        mine = made.policy
+        silent = type(mine).keep is not LayerPolicy.keep and not mine.drops
+        if silent or mine.drops != policy.drops:
+            raise ValueError(
+                f"{type(mine).__name__}.drops is {mine.drops} and {type(policy).__name__}.drops is {policy.drops}: a "
+                "policy that drops rows must set `drops = True` in both classes"
+            )
+    return made
+
+
+def _make_layer(
+    layer: Any,
+    index: int,
+    count: int,
+    policy: Policy,
+    scope: str,
+    chunked: bool,
+    attached: bool,
+    technique: str,
+    expanded: bool,
+) -> KVLayer | None:
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
     if type(layer) is DynamicLayer:
         return KVLayer(policy.for_layer(index, count, None), **arguments)

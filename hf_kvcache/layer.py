@@ -56,7 +56,7 @@ class KVLayer(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = True
-    supports_early_init = False
+    supports_early_init = True
 
     def __init__(
         self,
@@ -280,9 +280,10 @@ class KVLayer(CacheLayerMixin):
         """
         if self.policy.drops and self.pending is not None and not self.expanded:
             raise NotImplementedError(
-                f"{self.technique} drops tokens, but this model reads its keys before the attention function, has "
-                "attention code of its own, or is not the (attached) model that the cache was made for, so it cannot "
-                "be told which tokens are left. Use KVCache, which keeps every token, or make a cache for each model."
+                f"{self.technique} drops tokens, and the keys were read outside this library's attention. Was the "
+                "model detached, or its attention implementation changed? Then call `hf_kvcache.attach(model)`. Is it "
+                "another model? Make a cache for each model. Otherwise this model reads its keys before it attends, "
+                "and cannot be told which tokens are left: use KVCache, which keeps every token."
             )
         rows = self.current()
         tensor = getattr(rows, which)

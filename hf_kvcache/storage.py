@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from .layer import KVLayer
+from .policies.base import Policy
 from .segments import Rows
 
 if TYPE_CHECKING:
@@ -42,13 +43,24 @@ def fingerprint(model: PreTrainedModel) -> str:
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES)
         samples.setdefault(flat.device, []).append(flat[::step][:_SAMPLES].float())
+    for name, module in model.named_modules():
+        active = getattr(module, "active_adapters", None)  # PEFT: which of several adapters is in use, or none
+        if isinstance(active, (list, tuple)):
+            digest.update(f"{name}{list(active)}{getattr(module, 'disable_adapters', None)}".encode())
     for parts in samples.values():
         digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
+def _policy_name(cache: KVCache) -> str:
+    return f"{type(cache.policy).__module__}.{type(cache.policy).__qualname__}"
+
+
 def save(cache: KVCache, path: str) -> None:
     """Write `cache` to `path` (whole, or not at all)."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"cannot save to {path}: the folder {folder} does not exist")
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -58,6 +70,7 @@ def save(cache: KVCache, path: str) -> None:
     description = {
         "format_version": FORMAT_VERSION,
         "technique": type(cache).__name__,
+        "policy": _policy_name(cache),
         "arguments": cache.policy.describe(),
         "scope": cache.scope,
         "signature": list(cache.config_signature),
@@ -67,7 +80,7 @@ def save(cache: KVCache, path: str) -> None:
     }
     temporary = f"{os.fspath(path)}.part{os.getpid()}"
     try:
-        save_file(tensors, temporary, metadata={_KEY: json.dumps(description)})
+        save_file(tensors, temporary, metadata={_KEY: json.dumps(description, default=lambda number: number.item())})
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
@@ -82,9 +95,14 @@ def load(path: str, model: PreTrainedModel) -> KVCache:
     description, tensors = _read(path)
     kinds = {"KVCache": KVCache} | {name: getattr(caches, name) for name in caches.__all__}
     kind = kinds.get(description["technique"])
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"loading needs the model itself, got {type(model).__name__}: load(path, model)")
     if kind is None:
-        raise ValueError(f"{path}: technique {description['technique']!r} is not known to this version of hf_kvcache")
-    if kind is KVCache and description["arguments"]:
+        raise ValueError(
+            f"{path}: technique {description['technique']!r} is not known to this version of hf_kvcache; if it is a "
+            "class of your own, make the cache and call `cache.load(path)`"
+        )
+    if kind is KVCache and description["policy"] != f"{Policy.__module__}.{Policy.__qualname__}":
         raise ValueError(f"{path}: written with a policy of its own; make that cache first and call `cache.load(path)`")
     try:
         cache = kind(model, **description["arguments"], scope=description["scope"])
@@ -97,8 +115,8 @@ def load(path: str, model: PreTrainedModel) -> KVCache:
 def load_into(cache: KVCache, path: str) -> None:
     """Fill `cache` from the file, which must have been written by the same technique with the same arguments."""
     description, tensors = _read(path)
-    mine = (type(cache).__name__, cache.policy.describe(), cache.scope)
-    theirs = (description["technique"], description["arguments"], description["scope"])
+    mine = (type(cache).__name__, _policy_name(cache), cache.policy.describe(), cache.scope)
+    theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "scope"))
     if mine != theirs:
         raise ValueError(f"{path}: written by {theirs}, but this cache is {mine}")
     _fill(cache, path, description, tensors, None)
@@ -117,7 +135,17 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise
     except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: truncated, altered or not a safetensors file ({error})") from error
-    fields = ("format_version", "technique", "arguments", "scope", "signature", "fingerprint", "layers", "sha256")
+    fields = (
+        "format_version",
+        "technique",
+        "policy",
+        "arguments",
+        "scope",
+        "signature",
+        "fingerprint",
+        "layers",
+        "sha256",
+    )
     if not isinstance(description, dict) or any(field not in description for field in fields):
         raise ValueError(f"{path}: its description lacks {[f for f in fields if f not in description]}")
     if description["format_version"] != FORMAT_VERSION:
@@ -144,7 +172,13 @@ def _fill(
         raise ValueError(
             f"{path}: of another model ({description['signature']} against {list(cache.config_signature)})"
         )
-    if description["fingerprint"] != cache.fingerprint:
+    if description["fingerprint"] is None or cache.fingerprint is None:
+        if description["fingerprint"] != cache.fingerprint:
+            raise ValueError(
+                f"{path}: a cache that was made from a config carries no fingerprint of its model's weights, so it "
+                "cannot be matched with one that does. Make both from the model."
+            )
+    elif description["fingerprint"] != cache.fingerprint:
         raise ValueError(f"{path}: of a model of the same shape but other weights, adapters or precision")
     states = description["layers"]
     if not isinstance(states, list) or len(states) != len(cache.layers):

@@ -41,5 +41,7 @@ class HeavyHitterCache(KVCache):
         scope: str = "full",
         **parts: Any,
     ) -> None:
+        if "policy" in parts:
+            raise ValueError(f"{type(self).__name__} has its policy; pass a policy of your own to KVCache")
         policy = HeavyHitter(heavy_size, recent_size, heavy_ratio, recent_ratio, num_sink_tokens, score)
         super().__init__(model, policy=policy, scope=scope, **parts)

@@ -30,4 +30,6 @@ class SlidingWindowCache(KVCache):
     def __init__(
         self, model: PreTrainedModel, window_length: int, num_sink_tokens: int = 4, scope: str = "full", **parts: Any
     ) -> None:
+        if "policy" in parts:
+            raise ValueError(f"{type(self).__name__} has its policy; pass a policy of your own to KVCache")
         super().__init__(model, policy=SlidingWindow(window_length, num_sink_tokens), scope=scope, **parts)

@@ -63,6 +63,8 @@ class SnapKVCache(KVCache):
         scope: str = "full",
         **parts: Any,
     ) -> None:
+        if "policy" in parts:
+            raise ValueError(f"{type(self).__name__} has its policy; pass a policy of your own to KVCache")
         policy = SnapKV(
             max_capacity_prompt,
             window_size,

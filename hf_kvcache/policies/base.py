@@ -12,6 +12,7 @@ Invariants of every policy:
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ class LayerPolicy:
 
     def rows_after(self, tokens: int) -> int:
         """Rows allocated after a prompt of `tokens`, slack included (the formula behind `expected_bytes`)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} gives no `rows_after(tokens)`, so its bytes have no formula")
 
     def front_rows(self, rows: Rows, start: int) -> tuple[str, torch.Tensor] | None:
         """`("keys" | "values", [B, H, F, D])` to use in place of the first F rows (moved sink tokens), or None.
@@ -148,8 +149,9 @@ class Policy:
         return self
 
     def describe(self) -> dict[str, Any]:
-        """The arguments, for `print(cache)` and for saved files."""
-        return {}
+        """The arguments, for `print(cache)` and for saved files: by default the public plain attributes."""
+        plain = (int, float, str, bool, list)
+        return {k: v for k, v in vars(self).items() if not k.startswith("_") and (v is None or isinstance(v, plain))}
 
 
 def select(value: torch.Tensor, k: int, per_row: torch.Tensor | None = None, valid_first: bool = False) -> Keep:
@@ -176,16 +178,29 @@ def first_tokens(step: Step, count: int) -> torch.Tensor:
     return step.valid() & (order < count)
 
 
-def check_positive(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
-        raise ValueError(f"`{name}` must be a positive number of tokens, got {value!r}")
+def check_positive(name: str, value: Any, optional: bool = False) -> None:
+    if (value is None and optional) or (_is_whole(value) and value > 0):
+        return
+    raise ValueError(f"`{name}` must be a positive whole number, got {value!r}")
 
 
-def check_not_negative(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"`{name}` must be zero or a positive number of tokens, got {value!r}")
+def check_not_negative(name: str, value: Any) -> None:
+    if not _is_whole(value) or value < 0:
+        raise ValueError(f"`{name}` must be zero or a positive whole number, got {value!r}")
 
 
-def check_ratio(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value <= 1:
-        raise ValueError(f"`{name}` must lie in (0, 1], got {value!r}")
+def check_ratio(name: str, value: Any, optional: bool = True, least: float = 0.0, open_below: bool = True) -> None:
+    if value is None and optional:
+        return
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not least <= value <= 1 or (open_below and value == least):
+        raise ValueError(f"`{name}` must lie in {'(' if open_below else '['}0, 1], got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -34,8 +34,8 @@ class HeavyHitter(Policy):
         num_sink_tokens: int = 0,
         score: str = "sum",
     ):
-        check_positive("heavy_size", heavy_size)
-        check_positive("recent_size", recent_size)
+        check_positive("heavy_size", heavy_size, optional=True)
+        check_positive("recent_size", recent_size, optional=True)
         check_ratio("heavy_ratio", heavy_ratio)
         check_ratio("recent_ratio", recent_ratio)
         check_not_negative("num_sink_tokens", num_sink_tokens)

@@ -10,7 +10,18 @@ from torch.nn import functional as F
 
 from ..segments import capacity_for
 from ..segments.dense import EMPTY
-from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, check_ratio, first_tokens, select
+from .base import (
+    Keep,
+    LayerPolicy,
+    Policy,
+    Step,
+    check_flag,
+    check_not_negative,
+    check_positive,
+    check_ratio,
+    first_tokens,
+    select,
+)
 from .heavy_hitter import attention_sums
 
 
@@ -52,13 +63,16 @@ class SnapKV(Policy):
         check_positive("max_capacity_prompt", max_capacity_prompt)
         check_positive("window_size", window_size)
         check_positive("kernel_size", kernel_size)
-        check_positive("pyramid_beta", pyramid_beta)
-        check_positive("decode_budget", decode_budget)
+        check_positive("pyramid_beta", pyramid_beta, optional=True)
+        check_positive("decode_budget", decode_budget, optional=True)
         check_not_negative("num_sink_tokens", num_sink_tokens)
-        check_positive("wide_window", wide_window)
+        check_positive("wide_window", wide_window, optional=True)
         check_ratio("recent_ratio", recent_ratio)
-        if not 0 <= floor_alpha <= 1:
-            raise ValueError(f"`floor_alpha` must lie in [0, 1], got {floor_alpha!r}")
+        check_ratio("floor_alpha", floor_alpha, optional=False, open_below=False)
+        check_flag("value_norm", value_norm)
+        check_flag("adaptive_heads", adaptive_heads)
+        if adaptive_heads and pyramid_beta is not None:
+            raise ValueError("`adaptive_heads` and `pyramid_beta` do not go together. Leave one of them out.")
         if adaptive_heads and decode_budget is not None:
             raise ValueError(
                 "`adaptive_heads` and `decode_budget` do not go together: heads of different lengths have no common "
@@ -131,7 +145,7 @@ class SnapKVLayer(LayerPolicy):
         return room if self.policy.decode_budget is None else min(room, self.policy.decode_budget + 1)
 
     def rows_after(self, tokens: int) -> int:
-        if tokens <= self.capacity:
+        if tokens <= self.capacity or tokens <= self.policy.max_capacity_prompt:
             return capacity_for(tokens)
         # Heads that are cut to their own length hold no rows that are out of sight.
         visible = self.window - 1 if self.ragged and self.window is not None else self.capacity
@@ -151,7 +165,17 @@ class SnapKVLayer(LayerPolicy):
             return None
         if self.ragged:
             return self._keep_by_head(step, limit)
-        chosen = select(self._value(step), limit)
+        per_row = None
+        if step.prompt and self.policy.pyramid_beta is not None:
+            # A prompt within the capacity passes through whole, in the layers with a smaller share too.
+            counts = step.token_counts()
+            whole = self.policy.max_capacity_prompt
+            if max(counts) <= whole:
+                return None
+            sizes = [count if count <= whole else limit for count in counts]
+            per_row = torch.tensor(sizes, device=step.rows.positions.device)
+            limit = min(step.rows.length, max(sizes))
+        chosen = select(self._value(step), limit, per_row)
         if not self.shuffled:
             return chosen
         assert chosen.filled is not None
