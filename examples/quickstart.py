@@ -46,10 +46,16 @@ TECHNIQUES: dict[str, Callable[[Any, int], Any]] = {
     "KVCache (identity)": lambda model, budget: KVCache(model),
     "SlidingWindowCache": lambda model, budget: SlidingWindowCache(model, window_length=budget - 4, num_sink_tokens=4),
     "SnapKVCache": lambda model, budget: SnapKVCache(
-        model, max_capacity_prompt=budget, window_size=32, kernel_size=7, pooling="maxpool"
+        model,
+        max_capacity_prompt=budget,
+        pooling="ahead",
+        kernel_size=7,
+        window_size=16,
+        wide_window=128,
+        recent_ratio=0.25,
     ),
     "HeavyHitterCache": lambda model, budget: HeavyHitterCache(
-        model, heavy_size=budget // 2, recent_size=budget - budget // 2
+        model, heavy_size=budget // 2, recent_size=budget - budget // 2, score="mean"
     ),
 }
 
