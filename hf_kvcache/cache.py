@@ -95,6 +95,7 @@ class KVCache(DynamicCache):
             chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
             made = _replace_layer(layer, index, len(native), policy, scope, chunked, attached, technique, expanded)
             if made is not None:
+                _check_drops(made.policy, policy)
                 made.signature = self.config_signature
                 replaced += 1
             layers.append(layer if made is None else made)
@@ -347,29 +348,6 @@ def _replace_layer(
     expanded: bool,
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
-    made = _make_layer(layer, index, count, policy, scope, chunked, attached, technique, expanded)
-    if made is not None:
-        mine = made.policy
-        silent = type(mine).keep is not LayerPolicy.keep and not mine.drops
-        if silent or mine.drops != policy.drops:
-            raise ValueError(
-                f"{type(mine).__name__}.drops is {mine.drops} and {type(policy).__name__}.drops is {policy.drops}: a "
-                "policy that drops rows must set `drops = True` in both classes"
-            )
-    return made
-
-
-def _make_layer(
-    layer: Any,
-    index: int,
-    count: int,
-    policy: Policy,
-    scope: str,
-    chunked: bool,
-    attached: bool,
-    technique: str,
-    expanded: bool,
-) -> KVLayer | None:
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
     if type(layer) is DynamicLayer:
         return KVLayer(policy.for_layer(index, count, None), **arguments)
@@ -382,6 +360,15 @@ def _make_layer(
         limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
         return KVLayer(policy.for_layer(index, count, window), **limit, **arguments)
     return None
+
+
+def _check_drops(of_layer: LayerPolicy, policy: Policy) -> None:
+    silent = type(of_layer).keep is not LayerPolicy.keep and not of_layer.drops
+    if silent or of_layer.drops != policy.drops:
+        raise ValueError(
+            f"{type(of_layer).__name__}.drops is {of_layer.drops} and {type(policy).__name__}.drops is {policy.drops}: a "
+            "policy that drops rows must set `drops = True` in both classes"
+        )
 
 
 def _native_nbytes(layer: Any) -> int:

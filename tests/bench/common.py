@@ -33,6 +33,17 @@ from hf_kvcache.attention import NAME, attention_forward  # noqa: E402
 
 T = TypeVar("T")
 
+# What `fidelity.py` and `recall.py` compare unless told otherwise; see `make_cache`.
+CACHES = [
+    "snapkv",
+    "snapkv:pooling=maxpool,kernel_size=13,window_size=128",
+    "snapkv:pooling=ahead,kernel_size=7,window_size=16,wide_window=128,recent_ratio=0.25",
+    "snapkv:pooling=ahead,kernel_size=7,window_size=16,wide_window=128,recent_ratio=0.25,adaptive_heads=True",
+    "h2o",
+    "h2o:score=mean",
+    "window",
+]
+
 DOCSTRING_MODULES = (
     "argparse calendar codecs configparser contextlib copy csv dataclasses datetime difflib doctest enum fractions "
     "functools heapq inspect ipaddress mailbox optparse os pathlib pickle pickletools random shutil smtplib socket "

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from common import (
+    CACHES,
     TEXTS,
     forward,
     full_nbytes,
@@ -29,15 +30,6 @@ from common import (
     window_ids,
     write_json,
 )
-
-CACHES = [
-    "snapkv",
-    "snapkv:pooling=maxpool,kernel_size=13,window_size=128",
-    "snapkv:pooling=ahead,kernel_size=7,window_size=16,wide_window=128,recent_ratio=0.25",
-    "h2o",
-    "h2o:score=mean",
-    "window",
-]
 
 
 @torch.no_grad()

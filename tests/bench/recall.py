@@ -17,16 +17,8 @@ import argparse
 from typing import Any, NamedTuple
 
 import torch
-from common import TEXTS, forward, full_nbytes, load_model, make_cache, read_prompt, table, track, write_json
+from common import CACHES, TEXTS, forward, full_nbytes, load_model, make_cache, read_prompt, table, track, write_json
 
-CACHES = [
-    "snapkv",
-    "snapkv:pooling=maxpool,kernel_size=13,window_size=128",
-    "snapkv:pooling=ahead,kernel_size=7,window_size=16,wide_window=128,recent_ratio=0.25",
-    "h2o",
-    "h2o:score=mean",
-    "window",
-]
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CITIES = (
     "Oslo Lima Cairo Paris Quito Tokyo Delhi Dublin Vienna Madrid Havana Nairobi Athens Lisbon Prague Seoul Accra "
