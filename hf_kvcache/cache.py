@@ -366,8 +366,8 @@ def _check_drops(of_layer: LayerPolicy, policy: Policy) -> None:
     silent = type(of_layer).keep is not LayerPolicy.keep and not of_layer.drops
     if silent or of_layer.drops != policy.drops:
         raise ValueError(
-            f"{type(of_layer).__name__}.drops is {of_layer.drops} and {type(policy).__name__}.drops is {policy.drops}: a "
-            "policy that drops rows must set `drops = True` in both classes"
+            f"{type(of_layer).__name__}.drops is {of_layer.drops} and {type(policy).__name__}.drops is "
+            f"{policy.drops}: a policy that drops rows must set `drops = True` in both classes"
         )
 
 
