@@ -97,14 +97,15 @@ def attention_forward(
     layer.shared = layer.shared or bool(getattr(module, "store_full_length_kv", False))
     expanded = not isinstance(key, KVView)
     sight = Sight(layer, query, attention_mask, kwargs)
-    if len(layer.parts) > 1 and query.shape[2] <= SHORT_STEP and not expanded and before != "eager":
+    if isinstance(layer.segments, Ragged):
+        if _decodes_by_head(layer, query, expanded, before):
+            output = _by_head(layer.segments.heads, query, sight, extras)
+            layer.finish_unseen()
+            return output.transpose(1, 2).contiguous(), None
+    elif query.shape[2] <= SHORT_STEP and not expanded and before != "eager" and len(layer.parts) > 1:
         output = _merged(layer.parts, query, sight, extras)
         if not layer.shared:
             layer.finish_unseen()
-        return output.transpose(1, 2).contiguous(), None
-    if isinstance(layer.segments, Ragged) and _decodes_by_head(layer, query, expanded, before):
-        output = _by_head(layer.segments.heads, query, sight, extras)
-        layer.finish_unseen()
         return output.transpose(1, 2).contiguous(), None
     rows = layer.current()
     keys = key if expanded else rows.keys
