@@ -408,6 +408,8 @@ def _row_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
         return 1, rank, config.qk_rope_head_dim
     query_heads = config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or query_heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        heads = 1  # Falcon and GPT-BigCode say it this way
     dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     return heads, dim, dim
 

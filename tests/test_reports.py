@@ -9,6 +9,7 @@ from transformers import BartConfig, BartForConditionalGeneration, DynamicCache,
 
 import hf_kvcache
 from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache, load
+from hf_kvcache.compat.shrink import build
 from hf_kvcache.policies import LayerPolicy, Policy
 from hf_kvcache.policies.base import Keep, Step
 
@@ -218,3 +219,12 @@ def test_a_cache_made_from_a_config_says_what_it_lacks(model, tmp_path) -> None:
     assert torch.equal(
         KVCache(model.config).load(path).kv_layers[0].segments.rows.keys, cache.kv_layers[0].segments.rows.keys
     )
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gpt_bigcode", "gpt2", "deepseek_v3", "bart"])
+def test_the_formula_knows_how_families_name_their_heads(kind) -> None:
+    model = build(kind)
+    cache = KVCache(model)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, 90, (2, 12)), past_key_values=cache, use_cache=True)
+    assert cache.nbytes == cache.expected_bytes(model.config, 2, 12)
