@@ -616,11 +616,6 @@ def _attention_models(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [m for m in model.modules() if isinstance(m, PreTrainedModel) and any(m.config is c for c in configs)]
 
 
-def can_attach(model: PreTrainedModel) -> bool:
-    """Whether the model's attention can be routed through this library."""
-    return why_not_attach(model) is None
-
-
 def why_not_attach(model: PreTrainedModel) -> str | None:
     """What is in the way of `attach`, or None."""
     if not isinstance(model, PreTrainedModel):

@@ -240,10 +240,6 @@ class KVCache(DynamicCache):
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, KVLayer)):
             layer.crop(tokens_to_remove)
 
-    def activate_past_recording(self) -> None:
-        """Prepare for `crop`: from now on a step's rows are dropped only once it is known to be accepted."""
-        super().activate_past_recording()
-
     def seal(self) -> None:
         """Make everything held so far read-only, so that copies of this cache share it instead of copying it.
 

@@ -396,7 +396,8 @@ class KVLayer(CacheLayerMixin):
             return None
         rows = step.rows.map(lambda t: t[:, :, :0].clone())  # they are in the segments; no second copy here
         if not self.policy.needs_queries or step.query is None:
-            return replace(step, rows=rows, query=None, keys=None, probs=None)
+            nothing = _slices(None)  # without queries nobody asks what they saw, and masks of a prompt are large
+            return replace(step, rows=rows, query=None, keys=None, probs=None, visible=nothing, bias=nothing)
         if step.keys is not None and step.keys.shape[1] != rows.keys.shape[1]:
             raise NotImplementedError(
                 f"{self.technique}: rolling back a draft is not possible on a model that expands its cache to more "
@@ -419,8 +420,8 @@ class KVLayer(CacheLayerMixin):
             keys=None,
             probs=None,
             recorded=recorded,
-            visible=_slices(visible),
-            bias=_slices(bias),
+            visible=_slices(None if visible is None else visible.clone()),
+            bias=_slices(None if bias is None else bias.clone()),
         )
 
     def _apply(self, step: Step) -> None:
