@@ -2,13 +2,14 @@
 
 from .attention import attach, detach
 from .cache import KVCache, load
-from .caches import HeavyHitterCache, SlidingWindowCache, SnapKVCache
+from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "HeavyHitterCache",
     "KVCache",
+    "QuantizedKIVICache",
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",

@@ -19,9 +19,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
-from .ops.attention import Extras, attend, merge
+from .ops.attention import Block, Extras, attend, merge
+from .ops.decode_attention import decode_attention
 from .policies.base import Step
-from .segments import DenseSegment, Ragged, Rows
+from .segments import DenseSegment, PackedStore, Ragged, Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -108,18 +109,27 @@ def attention_forward(
             layer.finish_unseen()
         return output.transpose(1, 2).contiguous(), None
     rows = layer.current()
-    keys = key if expanded else rows.keys
-    values = value if expanded else rows.values
-    if not torch.is_autocast_enabled(query.device.type):
-        # Rows that were written under autocast, or in another dtype, on an earlier turn.
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
-    front = None if expanded else layer.front()
-    output, weights = _attend(
-        layer, before, module, query, keys, values, sight, extras, front[1] if front else None, kwargs
-    )
+    keys: torch.Tensor | None
+    store = layer.segments
+    if isinstance(store, PackedStore) and query.shape[2] <= SHORT_STEP and not expanded and _is_packed(layer):
+        keys = None
+        output, weights = _over_packed(layer, store, before, query, sight, extras)
+    else:
+        keys = key if expanded else rows.keys
+        values = value if expanded else rows.values
+        if not torch.is_autocast_enabled(query.device.type):
+            # Rows that were written under autocast, or in another dtype, on an earlier turn.
+            keys, values = keys.to(query.dtype), values.to(query.dtype)
+        front = None if expanded else layer.front()
+        output, weights = _attend(
+            layer, before, module, query, keys, values, sight, extras, front[1] if front else None, kwargs
+        )
     policy = layer.policy
     pending = layer.pending
     assert pending is not None
+    if isinstance(store, PackedStore) and not policy.drops and not layer.shared:
+        layer.finish_unseen()
+        return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
     if pending.step is not None:  # a later layer, with the keys of this one
         return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
     step = Step(
@@ -127,7 +137,7 @@ def attention_forward(
         new=query.shape[2],
         start=pending.start,
         query=query.detach() if policy.needs_queries else None,
-        keys=keys.detach(),
+        model_keys=None if keys is None else keys.detach(),
         visible=sight.visible,
         bias=sight.bias,
         real=sight.real,
@@ -289,6 +299,59 @@ def _attend(
     visible, bias = _by_kv_head(visible, bias, keys.shape[1])
     block = attend(query, keys, values, extras, visible, bias, front, need_probs=want)
     return block.output.transpose(1, 2).contiguous(), block.probs
+
+
+def _is_packed(layer: KVLayer) -> bool:
+    """Whether a layer with a codec has rows that are not in its exact tail."""
+    store, pending = layer.segments, layer.pending
+    assert isinstance(store, PackedStore) and pending is not None
+    return pending.written and (store.has_packed or store.front is not None)
+
+
+def _over_packed(
+    layer: KVLayer, store: PackedStore, before: str, query: torch.Tensor, sight: Sight, extras: Extras
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A short step over packed rows as they lie: output `[B, Q, Hq, Dv]`, and weights where somebody asks for them."""
+    new = query.shape[2]
+    assert layer.pending is not None
+    want = before == "eager" or layer.policy.wants_probs(new, layer.pending.held)
+    draft = new > 1 and not layer.is_prompt(new) and not layer.policy.drops
+    cuts = store.due(new) if draft and query.shape[0] == 1 and not layer.has_empty else []
+    blocks = []
+    for start, stop in zip([0, *cuts], [*cuts, new], strict=True):
+        # A draft is checked in one step, but each of its tokens sees what it would see if they came one by one.
+        seen = store if not start else store.as_of(new - start)
+        blocks.append(_packed_block(layer, seen, query, sight, extras, start, stop, want))
+    output = torch.cat([block.output for block in blocks], dim=2)
+    probs = torch.cat([block.probs for block in blocks if block.probs is not None], dim=2) if want else None
+    return output.transpose(1, 2).contiguous(), probs
+
+
+def _packed_block(
+    layer: KVLayer,
+    store: PackedStore,
+    query: torch.Tensor,
+    sight: Sight,
+    extras: Extras,
+    start: int,
+    stop: int,
+    want: bool,
+) -> Block:
+    """Queries `start:stop` over the rows of `store`."""
+    front, packed, tail = store.attended()
+    visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), tail.keys.shape[1])
+    moved = layer.front()
+
+    def exact(rows: Rows, is_front: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = {"keys": rows.keys, "values": rows.values}
+        if is_front and moved is not None:
+            which, sinks = moved
+            pair[which] = torch.cat([sinks, pair[which][:, :, sinks.shape[2] :]], dim=2)
+        return pair["keys"].to(query.dtype), pair["values"].to(query.dtype)
+
+    first = None if front is None else exact(front, True)
+    rest = exact(tail, front is None)
+    return decode_attention(query[:, :, start:stop], first, packed, rest, extras, visible, bias, need_probs=want)
 
 
 def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from transformers.cache_utils import (
 
 from . import storage
 from .attention import attach, signature_of, why_not_attach
+from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
 from .policies.base import LayerPolicy, Policy
-from .segments import capacity_for
+from .segments import PackedStore, capacity_for
+from .segments.packed import half_for, tiles_for
 
 
 class KVCache(DynamicCache):
@@ -34,8 +38,11 @@ class KVCache(DynamicCache):
         model_or_config: the model (it is attached, see `attach`) or its config. Policies that drop tokens need the
             model.
         policy: which tokens stay; None keeps all.
-        codec, offload, sharing: how blocks are written, where they live, which layers share. Not available in this
-            version: anything but None raises `NotImplementedError`.
+        codec: how rows are written beyond the exact window, a `hf_kvcache.codecs.Codec`; None writes full precision.
+            Full-attention layers only: windowed ones are small. A policy that overwrites single rows (`HeavyHitter`,
+            `SnapKV(decode_budget=...)`) needs a codec whose rows are complete in themselves (`Rotated`).
+        offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
+            raises `NotImplementedError`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
             to transformers; `"all"` replaces sliding and chunked attention layers too.
 
@@ -53,7 +60,7 @@ class KVCache(DynamicCache):
         sharing: Any = None,
         scope: str = "full",
     ) -> None:
-        for name, part in (("codec", codec), ("offload", offload), ("sharing", sharing)):
+        for name, part in (("offload", offload), ("sharing", sharing)):
             if part is not None:
                 raise NotImplementedError(f"`{name}` is not available in this version of hf_kvcache; leave it None")
         if scope not in ("full", "all"):
@@ -61,6 +68,8 @@ class KVCache(DynamicCache):
         policy = policy if policy is not None else Policy()
         if not isinstance(policy, Policy):
             raise ValueError(f"`policy` must be a hf_kvcache.policies.Policy, got {type(policy).__name__}")
+        if codec is not None and not isinstance(codec, Codec):
+            raise ValueError(f"`codec` must be a hf_kvcache.codecs.Codec, got {type(codec).__name__}")
         model, config = _model_and_config(model_or_config)
         decoder = config.get_text_config(decoder=True)
         technique = type(self).__name__
@@ -84,20 +93,24 @@ class KVCache(DynamicCache):
             policy = policy.prepare(model)
         expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
         self.policy = policy
+        self.codec = codec
         self.scope = scope
         self.config_signature = signature_of(decoder)
         layers = []
-        replaced = 0
+        replaced = coded = 0
         native = DynamicCache(config=config).layers
         kinds = getattr(decoder, "layer_types", None) or []
         for index, layer in enumerate(native):
             chunked = index < len(kinds) and kinds[index] == "chunked_attention"
             chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
-            made = _replace_layer(layer, index, len(native), policy, scope, chunked, attached, technique, expanded)
+            made = _replace_layer(
+                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded
+            )
             if made is not None:
                 _check_drops(made.policy, policy)
                 made.signature = self.config_signature
                 replaced += 1
+                coded += isinstance(made.segments, PackedStore)
             layers.append(layer if made is None else made)
         if policy.drops and not replaced:
             names = sorted({type(layer).__name__ for layer in native})
@@ -106,6 +119,12 @@ class KVCache(DynamicCache):
                 f"{technique} would change nothing: this model has no full-attention layer (its layers: "
                 f"{', '.join(names)}).{fix}"
             )
+        if codec is not None and not coded:
+            raise NotImplementedError(
+                f"{technique}: the codec would change nothing, this model has no full-attention layer. Leave `codec` None."
+            )
+        if codec is not None:
+            _check_sizes(codec, policy, decoder, layers)
         Cache.__init__(self, layers=layers)
         if model is not None and attached and replaced:
             attach(model)
@@ -155,6 +174,9 @@ class KVCache(DynamicCache):
         total = 0
         for layer in self.kv_layers:
             heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
+            if isinstance(layer.segments, PackedStore):
+                total += self._packed_bytes(layer, by_layer[layer.layer_idx], batch, tokens, dtype)
+                continue
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
             dropped = rows < capacity_for(tokens)
@@ -162,6 +184,27 @@ class KVCache(DynamicCache):
             position_heads = heads if by_head else 1
             total += batch * (rows * (heads * per_head + position_heads * 4) + layer.policy.state_bytes)
         return total
+
+    def _packed_bytes(
+        self, layer: KVLayer, config: PreTrainedConfig, batch: int, tokens: int, dtype: torch.dtype
+    ) -> int:
+        """`expected_bytes` of one layer with a codec."""
+        heads, key_dim, value_dim = _row_shape(config)
+        policy = layer.policy
+        codec = layer_codec(self.codec, policy, layer.layer_idx, len(self.layers), key_dim, value_dim)
+        kept = policy.kept_after(tokens)
+        own = heads if policy.per_head_positions and kept < tokens else 1
+        packed = codec.packed_after(kept)
+        exact = heads * (key_dim + value_dim) * dtype.itemsize
+        meta = own * 4 + (heads * 4 if policy.uses_scores else 0)
+        if not packed:
+            rows = capacity_for(tokens) if kept == tokens else kept + policy.reserve
+            return batch * (rows * (exact + meta) + policy.state_bytes)
+        half = half_for(torch.device("cpu"))
+        tiles = tiles_for(packed, half)
+        rows = kept - packed + max(policy.reserve, codec.block)
+        total = codec.packed_bytes(batch, heads, key_dim, value_dim, tiles, half)
+        return total + batch * (rows * (exact + meta) + tiles * 2 * half * meta + policy.state_bytes)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens ever given (not the rows held): positions come from it."""
@@ -174,6 +217,10 @@ class KVCache(DynamicCache):
         seen = self._seen()
         if type(self.policy) is not Policy and name == "KVCache":
             arguments = f"policy={type(self.policy).__name__}({arguments})"
+        if self.codec is not None:
+            inner = ", ".join(f"{k}={v!r}" for k, v in self.codec.describe().items() if v is not None)
+            plain = name == "QuantizedKIVICache" and not arguments
+            arguments = inner if plain else f"{arguments}, codec={type(self.codec).__name__}({inner})".lstrip(", ")
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         if len({layer.get_seq_length() for layer in layers}) > 1:
@@ -186,11 +233,26 @@ class KVCache(DynamicCache):
         own = sum(layer.nbytes for layer in layers)
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
-            f"{size * 8} bits per element, {self.nbytes:,} bytes, "
+            f"{self._bits()} bits per element, {self.nbytes:,} bytes, "
             f"{own / full:.3f} of full precision"
         )
         others = len(self.layers) - len(layers)
         return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
+
+    def _bits(self) -> str:
+        """Bits of an element: of packed rows and of exact ones."""
+        layers = self.kv_layers
+        exact = layers[0].element_size * 8
+        packed = [layer.segments for layer in layers if isinstance(layer.segments, PackedStore)]
+        packed = [store for store in packed if store.has_packed]
+        if not packed:
+            return f"{exact}"
+        widths = [store.codec.bits_per_element(*store.shape[2:]) for store in packed]
+        return f"{sum(widths) / len(widths):.2f} ({exact} in exact rows)"
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of this class, JSON-able, without the codec's (which `self.codec` describes)."""
+        return self.policy.describe()
 
     def _seen(self) -> int:
         return max((layer.get_seq_length() for layer in self.kv_layers), default=0)
@@ -337,6 +399,7 @@ def _replace_layer(
     index: int,
     count: int,
     policy: Policy,
+    codec: Codec | None,
     scope: str,
     chunked: bool,
     attached: bool,
@@ -345,17 +408,58 @@ def _replace_layer(
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
-    if type(layer) is DynamicLayer:
-        return KVLayer(policy.for_layer(index, count, None), **arguments)
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        states = layer.number_of_states
-        return HybridKVLayer(policy.for_layer(index, count, None), number_of_states=states, **arguments)
+    full = type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
+    if full:
+        of_layer = policy.for_layer(index, count, None)
+        if codec is not None:
+            _check_codec(codec, of_layer, technique)
+            arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
+        if type(layer) is LinearAttentionAndFullAttentionLayer:
+            return HybridKVLayer(of_layer, number_of_states=layer.number_of_states, **arguments)
+        return KVLayer(of_layer, **arguments)
     window = _window_of(layer)
     if scope == "all" and window is not None and attached:
         # Both kinds hold rows alike; they differ in what a query sees.
         limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
         return KVLayer(policy.for_layer(index, count, window), **limit, **arguments)
     return None
+
+
+def layer_codec(
+    codec: Codec | None, policy: LayerPolicy, layer: int, layers: int, key_dim: int, value_dim: int
+) -> LayerCodec:
+    """The codec of one layer, with the exact window and sinks that its policy asks for."""
+    assert codec is not None
+    made = codec.for_layer(layer, layers, key_dim, value_dim)
+    if policy.fifo_window is None:
+        return made
+    residual = min(made.residual_length, policy.fifo_window)
+    return replace(made, num_sink_tokens=policy.num_sink_tokens, residual_length=residual)
+
+
+def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:
+    if policy.ragged:
+        raise NotImplementedError(
+            f"{technique}: `adaptive_heads` gives each head a length of its own, and a codec packs all heads alike. Leave "
+            "one of them out."
+        )
+    if policy.overwrites and not codec.per_token:
+        raise NotImplementedError(
+            f"{technique} gives the place of single rows to new ones, but {type(codec).__name__} writes keys in groups of "
+            "tokens. Use a codec whose rows are complete in themselves: hf_kvcache.codecs.Rotated."
+        )
+
+
+def _check_sizes(codec: Codec, policy: Policy, decoder: PreTrainedConfig, layers: list[Any]) -> None:
+    """Refuse sizes that cannot be packed, where the config names them."""
+    by_layer = getattr(decoder, "per_layer_config", None) or [decoder] * len(layers)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, KVLayer) and isinstance(layer.segments, PackedStore):
+            try:
+                _, key_dim, value_dim = _row_shape(by_layer[index])
+            except (AttributeError, TypeError, RuntimeError):
+                continue  # found out with the first tokens
+            layer_codec(codec, layer.policy, index, len(layers), key_dim, value_dim)
 
 
 def _check_drops(of_layer: LayerPolicy, policy: Policy) -> None:

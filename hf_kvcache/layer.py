@@ -14,15 +14,19 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step, select
-from .segments import Chain, Ragged, Rows
+from .segments import Chain, PackedStore, Ragged, Rows
 from .segments.dense import EMPTY
+from .segments.packed import LazyRows
 from .view import KVView
+
+if TYPE_CHECKING:
+    from .codecs.base import LayerCodec
 
 # The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
 # it attends (MLA) hands plain tensors on, and the attention function finds the layer here.
@@ -51,6 +55,7 @@ class KVLayer(CacheLayerMixin):
         layer_idx: index of the model layer.
         sliding_window: the layer's own window (tokens, as `config.sliding_window`), or None.
         chunk_size: the layer's attention chunk (tokens), or None.
+        codec: makes the codec of this layer from the sizes of its keys and values; None: full precision.
         attached: whether the model's attention goes through this library, so that a handle may be returned.
     """
 
@@ -67,6 +72,7 @@ class KVLayer(CacheLayerMixin):
         attached: bool = False,
         technique: str = "KVCache",
         expanded: bool = False,
+        codec: Callable[[int, int], LayerCodec] | None = None,
     ) -> None:
         self.policy = policy
         self.layer_idx = layer_idx
@@ -80,7 +86,11 @@ class KVLayer(CacheLayerMixin):
         self.checked: int | None = None  # id of the attention module that was found to fit
         self.shared = False  # later model layers attend over these rows too
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
-        self.segments: Chain | Ragged = Ragged() if policy.ragged else Chain()
+        self.segments: Chain | Ragged | PackedStore
+        if codec is not None:
+            self.segments = PackedStore(codec)
+        else:
+            self.segments = Ragged() if policy.ragged else Chain()
         self.is_initialized = False
         self.record_past = False
         self._clear()
@@ -148,9 +158,11 @@ class KVLayer(CacheLayerMixin):
         return self.segments.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.full_width:
+        if self.full_width or self._reads_in_order:
             return self._seen + query_length, 0
         kept = self.kept
+        if kept > self._seen:  # packed slots that short rows of a padded batch leave empty
+            return self._seen + query_length, 0
         return kept + query_length, self._seen - kept
 
     @property
@@ -187,6 +199,7 @@ class KVLayer(CacheLayerMixin):
                 self.record_past = False
                 step = replace(step, prompt=step.new > 1)
             self._apply(step)
+        self._compress()  # what a rollback could have reached until now
         self._check(key_states, value_states)
         new = key_states.shape[2]
         if not self.is_initialized:
@@ -209,7 +222,7 @@ class KVLayer(CacheLayerMixin):
         if not self.attached:
             return self.materialize("keys"), self.materialize("values")
         # T5 takes the width of its position bias from the keys themselves.
-        total = self._seen if self.full_width else held + new
+        total = self._seen if self.full_width or self._reads_in_order else held + new
         return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -270,7 +283,10 @@ class KVLayer(CacheLayerMixin):
         if not self._packed or self.segments.is_empty:
             return None
         start = self.pending.start if self.pending is not None else self._seen
-        return self.policy.front_rows(self.segments.rows, start)
+        rows = self.segments.rows
+        if isinstance(self.segments, PackedStore) and self.segments.front is not None:
+            rows = self.segments.front
+        return self.policy.front_rows(rows, start)
 
     def materialize(self, which: str) -> torch.Tensor:
         """All keys or values `[B, H, kept, D]`, in order.
@@ -287,12 +303,27 @@ class KVLayer(CacheLayerMixin):
             )
         rows = self.current()
         tensor = getattr(rows, which)
+        if self._reads_in_order:
+            tensor = self._in_order(tensor, rows.positions)
         front = self.front() if self._packed else None
         if front is not None and front[0] == which:
             tensor = torch.cat([front[1], tensor[:, :, front[1].shape[2] :]], dim=2)
         if self.pending is not None and self.expanded:
             expected.layer = weakref.ref(self)
         return tensor
+
+    @property
+    def _reads_in_order(self) -> bool:
+        """Whether rows that are read as a tensor have to be brought to the places of their positions first."""
+        aligned = isinstance(self.segments, PackedStore) and not self._complete
+        return aligned and not self.policy.drops and not self.expanded
+
+    def _in_order(self, tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rows at the places of their positions, `[B, H, seen, D]`, as the model's own masks expect them."""
+        whole = tensor.new_zeros(*tensor.shape[:2], self._seen + 1, tensor.shape[3])
+        index = torch.where(positions == EMPTY, self._seen, positions).long()  # empty slots go to a place of no use
+        index = index.expand(-1, tensor.shape[1], -1)[..., None].expand(-1, -1, -1, tensor.shape[3])
+        return whole.scatter_(2, index, tensor)[:, :, : self._seen]
 
     def past_visibility(
         self, positions: torch.Tensor, query_index: torch.Tensor, window: int | None = None
@@ -389,16 +420,25 @@ class KVLayer(CacheLayerMixin):
         if not self.pending.written:
             self.segments.append(self.pending.rows)
         self.pending = None
+        if self.record_past:
+            self._next_is_prompt = False
+        else:
+            self._compress()
+
+    def _compress(self) -> None:
+        """Pack what has left the exact window (see `PackedStore`)."""
+        if isinstance(self.segments, PackedStore) and self.segments.compress(self.policy.reserve) and self._has_empty:
+            self._complete = False  # short rows of a padded batch now stand aligned to their own start
 
     def _hold_back(self, step: Step) -> Step | None:
         """What must be kept of a step until it is known how much of it is rolled back."""
         if not self.policy.drops and not self.is_sliding:
             return None
-        rows = step.rows.map(lambda t: t[:, :, :0].clone())  # they are in the segments; no second copy here
+        rows = self._no_rows(step)  # they are in the segments; no second copy here
         if not self.policy.needs_queries or step.query is None:
             nothing = _slices(None)  # without queries nobody asks what they saw, and masks of a prompt are large
-            return replace(step, rows=rows, query=None, keys=None, probs=None, visible=nothing, bias=nothing)
-        if step.keys is not None and step.keys.shape[1] != rows.keys.shape[1]:
+            return replace(step, rows=rows, query=None, model_keys=None, probs=None, visible=nothing, bias=nothing)
+        if step.model_keys is not None and step.model_keys.shape[1] != rows.keys.shape[1]:
             raise NotImplementedError(
                 f"{self.technique}: rolling back a draft is not possible on a model that expands its cache to more "
                 "heads (MLA); generate without an assistant or prompt lookup"
@@ -417,7 +457,7 @@ class KVLayer(CacheLayerMixin):
             late,
             rows=rows,
             query=late.query.detach().clone(),
-            keys=None,
+            model_keys=None,
             probs=None,
             recorded=recorded,
             visible=_slices(None if visible is None else visible.clone()),
@@ -429,19 +469,26 @@ class KVLayer(CacheLayerMixin):
         self._deferred = None
         unwritten = self.pending.rows if self.pending is not None and not self.pending.written else None
         rows = self.segments.rows if unwritten is None else unwritten
-        step = replace(step, rows=rows, keys=rows.keys if step.keys is None else step.keys)
+        step = replace(step, rows=rows)
+        packed = isinstance(self.segments, PackedStore)
         # A training step may still need rows that would be overwritten, and its gradients pass through what is kept.
-        training = torch.is_grad_enabled() and rows.keys.requires_grad
+        training = torch.is_grad_enabled() and not packed and rows.keys.requires_grad
         with torch.no_grad():
             if self.policy.drops:
                 self.policy.observe(step)
                 if self.policy.uses_scores:
                     self._last_drop = step.end
+                    if isinstance(rows, LazyRows) and rows.scores is not None:
+                        cast(PackedStore, self.segments).set_scores(rows.scores)
+            if packed and self.policy.fifo_window is not None and unwritten is None:
+                self._expire_packed(step)
+                return
             if unwritten is None and step.new == 1 and self._packed and not training:
                 slot = self.policy.victim(step)
                 if slot is not None:
                     self.segments.overwrite(slot)
                     self._dropped(step)
+                    self._settle_packed()
                     return
             chosen = self.policy.keep(step) if self.policy.drops else None
             if chosen is None:
@@ -451,8 +498,34 @@ class KVLayer(CacheLayerMixin):
             self._dropped(step)
         elif unwritten is not None:
             self.segments.append(unwritten)
+        self._settle_packed()
+
+    def _settle_packed(self) -> None:
+        """End of a step whose tokens are all accepted."""
+        if not self.record_past:
+            with torch.no_grad():
+                self._compress()
+
+    def _expire_packed(self, step: Step) -> None:
+        """A policy that drops the oldest rows, over packed ones: they go a block at a time."""
+        store, policy = cast(PackedStore, self.segments), self.policy
+        assert policy.fifo_window is not None
+        if step.end > policy.kept_after(step.end) and store.expire(step.end - policy.fifo_window):
+            self._packed = self._has_empty = True
+            self._dropped(step)
+        self._settle_packed()
+
+    def _no_rows(self, step: Step) -> Rows:
+        rows = step.rows if self.pending is None else self.pending.rows
+        return rows.map(lambda t: t[:, :, :0].clone())
 
     def _write(self, rows: Rows, chosen: Keep) -> None:
+        if isinstance(self.segments, PackedStore):
+            if chosen.filled is not None and not bool(chosen.filled.all()):
+                self._has_empty = True
+            self.segments.select(rows, chosen.index, chosen.filled, self.policy.reserve)
+            self._packed = True
+            return
         kept = rows.gather(chosen.index)
         if chosen.filled is not None and not bool(chosen.filled.all()):
             kept.positions = kept.positions.masked_fill(~chosen.filled.expand_as(kept.positions), EMPTY)
@@ -490,6 +563,9 @@ class KVLayer(CacheLayerMixin):
         if not pending.written:
             self.segments.append(pending.rows)
         self.pending = None
+        if not self.record_past:
+            with torch.no_grad():
+                self._compress()
 
     # ------------------------------------------------------------------ state that is saved
 
@@ -570,8 +646,10 @@ class KVLayer(CacheLayerMixin):
         self._rolled_back = True
 
     def _remove(self, n: int) -> None:
-        self.segments.crop(n)
+        self.segments.crop(n, self._seen - n)
         self._seen -= n
+        if isinstance(self.segments, PackedStore) and self.segments.has_holes:
+            self._has_empty, self._complete = True, False
         if self._padding is not None:
             self._padding = self._padding.clamp(max=self._seen)
         if self._seen == 0:

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from .layer import KVLayer
 from .policies.base import Policy
-from .segments import Rows
+from .segments import PackedStore, Rows
 
 if TYPE_CHECKING:
     from .cache import KVCache
+    from .codecs import Codec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KEY = "hf_kvcache"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SAMPLES = 8  # elements of each parameter that enter the fingerprint
@@ -71,7 +72,8 @@ def save(cache: KVCache, path: str) -> None:
         "format_version": FORMAT_VERSION,
         "technique": type(cache).__name__,
         "policy": _policy_name(cache),
-        "arguments": cache.policy.describe(),
+        "arguments": cache.arguments(),
+        "codec": None if cache.codec is None else [type(cache.codec).__name__, cache.codec.describe()],
         "scope": cache.scope,
         "signature": list(cache.config_signature),
         "fingerprint": cache.fingerprint,
@@ -102,21 +104,42 @@ def load(path: str, model: PreTrainedModel) -> KVCache:
             f"{path}: technique {description['technique']!r} is not known to this version of hf_kvcache; if it is a "
             "class of your own, make the cache and call `cache.load(path)`"
         )
-    if kind is KVCache and description["policy"] != f"{Policy.__module__}.{Policy.__qualname__}":
+    if (
+        kind in (KVCache, caches.QuantizedKIVICache)
+        and description["policy"] != f"{Policy.__module__}.{Policy.__qualname__}"
+    ):
         raise ValueError(f"{path}: written with a policy of its own; make that cache first and call `cache.load(path)`")
     try:
-        cache = kind(model, **description["arguments"], scope=description["scope"])
+        parts = {} if kind is caches.QuantizedKIVICache else {"codec": _codec(path, description["codec"])}
+        cache = kind(model, **description["arguments"], **parts, scope=description["scope"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: its arguments do not make a {description['technique']}: {error}") from error
     _fill(cache, path, description, tensors, _devices(model, len(cache.layers)))
     return cache
 
 
+def _codec(path: str, described: Any) -> Codec | None:
+    """The codec that a file names."""
+    from . import codecs
+
+    if described is None:
+        return None
+    try:
+        name, arguments = described
+        kind = getattr(codecs, name) if name in codecs.__all__ else None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: its codec is malformed ({error})") from error
+    if not isinstance(kind, type) or not issubclass(kind, codecs.Codec) or kind is codecs.Codec:
+        raise ValueError(f"{path}: codec {name!r} is not known to this version of hf_kvcache")
+    return kind(**arguments)
+
+
 def load_into(cache: KVCache, path: str) -> None:
     """Fill `cache` from the file, which must have been written by the same technique with the same arguments."""
     description, tensors = _read(path)
-    mine = (type(cache).__name__, _policy_name(cache), cache.policy.describe(), cache.scope)
-    theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "scope"))
+    codec = None if cache.codec is None else [type(cache.codec).__name__, cache.codec.describe()]
+    mine = (type(cache).__name__, _policy_name(cache), cache.arguments(), codec, cache.scope)
+    theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "codec", "scope"))
     if mine != theirs:
         raise ValueError(f"{path}: written by {theirs}, but this cache is {mine}")
     _fill(cache, path, description, tensors, None)
@@ -140,6 +163,7 @@ def _read(path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "technique",
         "policy",
         "arguments",
+        "codec",
         "scope",
         "signature",
         "fingerprint",
@@ -193,9 +217,11 @@ def _fill(
             raise ValueError(f"{path}: layer {index} is of another kind")
         if devices is not None:
             parts = {name: tensor.to(devices[index]) for name, tensor in parts.items()}
-        check = _check_kv if isinstance(layer, KVLayer) else _check_native
         try:
-            check(state, parts)
+            if isinstance(layer, KVLayer):
+                _check_kv(layer, state, parts)
+            else:
+                _check_native(state, parts)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"{path}: layer {index} is malformed ({error})") from error
         plans.append((layer, state, parts))
@@ -210,14 +236,18 @@ def _fill(
 
 def _kv_state(layer: KVLayer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     state = {"kind": type(layer).__name__, **layer.state()}
-    parts = {} if layer.segments.is_empty else dict(layer.segments.rows.tensors())
+    store = layer.segments
+    if isinstance(store, PackedStore) and not store.is_empty:
+        state["store"], parts = store.state()
+    else:
+        parts = {} if store.is_empty else dict(store.rows.tensors())
     if layer.padding is not None:
         parts["padding"] = layer.padding
     more, native = _native_state(layer) if hasattr(layer, "conv_states") else ({}, {})
     return {**more, **state}, parts | native
 
 
-def _check_kv(state: dict[str, Any], parts: dict[str, torch.Tensor]) -> None:
+def _check_kv(layer: KVLayer, state: dict[str, Any], parts: dict[str, torch.Tensor]) -> None:
     for name in ("seen", "last_drop"):
         if not isinstance(state[name], int) or state[name] < 0:
             raise ValueError(f"{name} is {state[name]!r}")
@@ -235,6 +265,12 @@ def _check_kv(state: dict[str, Any], parts: dict[str, torch.Tensor]) -> None:
         raise ValueError("positions that do not fit the rows")
     if rows > state["seen"] or (positions.numel() and (positions.max() >= state["seen"] or positions.min() < -1)):
         raise ValueError("positions beyond the tokens seen")
+    packed = {name: tensor for name, tensor in parts.items() if name.startswith("packed.")}
+    if isinstance(layer.segments, PackedStore):
+        tail = Rows(keys, values, positions, parts.get("scores"))
+        layer.segments.check_state(state.get("store"), packed, tail, state["seen"])
+    elif packed or state.get("store") is not None:
+        raise ValueError("packed rows in a layer without a codec")
     if "scores" in parts and parts["scores"].shape != keys.shape[:3]:
         raise ValueError("scores that do not fit the rows")
     if "padding" in parts and parts["padding"].shape != (batch,):
@@ -246,12 +282,15 @@ def _set_kv(layer: KVLayer, state: dict[str, Any], parts: dict[str, torch.Tensor
     padding = parts.pop("padding", None)
     names = ("keys", "values", "positions", "scores")
     table = {name: parts.pop(name) for name in names if name in parts}
+    store_parts = {name: parts.pop(name) for name in list(parts) if name.startswith("packed.")}
     layer.reset()
     if hasattr(layer, "conv_states"):
         _set_native(layer, state, parts)
     if table:
         rows = Rows(**table)
-        if state["packed"]:
+        if isinstance(layer.segments, PackedStore) and state.get("store") is not None:
+            layer.segments.load_state(state["store"], store_parts, rows)
+        elif state["packed"]:
             layer.segments.replace(rows, layer.policy.reserve)
         else:
             layer.segments.append(rows)

@@ -1,7 +1,8 @@
 """The named presets, one file each."""
 
 from .heavy_hitter import HeavyHitterCache
+from .quantized import QuantizedKIVICache
 from .sliding_window import SlidingWindowCache
 from .snapkv import SnapKVCache
 
-__all__ = ["HeavyHitterCache", "SlidingWindowCache", "SnapKVCache"]
+__all__ = ["HeavyHitterCache", "QuantizedKIVICache", "SlidingWindowCache", "SnapKVCache"]

@@ -32,7 +32,7 @@ class Step:
     new: int  # how many of them are new
     start: int  # sequence index of the first new token
     query: torch.Tensor | None  # [B, Hq, Q, D] queries of the last Q <= new tokens, where the policy needs them
-    keys: torch.Tensor | None  # [B, Hk, N, D] the keys those queries saw (heads as the model sees them)
+    model_keys: torch.Tensor | None  # [B, Hk, N, D] the keys those queries saw, where they are not those of `rows`
     visible: Callable[[int, int], torch.Tensor | None]  # queries (start, stop) of `query` -> bool [B, Hk|1, q, N]
     bias: Callable[[int, int], torch.Tensor | None]  # the same for an additive bias
     real: torch.Tensor | None  # bool [B, new]: False where a new token is padding; None: all real
@@ -42,6 +42,11 @@ class Step:
     horizon: int | torch.Tensor = EMPTY  # positions up to here are never seen again
     padding: torch.Tensor | None = None  # [B] padding tokens before each batch row
     recorded: torch.Tensor | None = None  # [B, H, N] scores of earlier queries of this step (recording mode)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`[B, Hk, N, D]` the keys that the queries saw (heads as the model sees them)."""
+        return self.rows.keys if self.model_keys is None else self.model_keys
 
     @property
     def end(self) -> int:
@@ -77,6 +82,9 @@ class LayerPolicy:
     needs_queries = False  # looks at queries after attention
     ragged = False  # heads come to hold different numbers of rows
     per_head_positions = False  # heads come to hold different tokens
+    overwrites = False  # gives single slots to new rows
+    fifo_window: int | None = None  # keeps the first `num_sink_tokens` rows and this many newest ones
+    num_sink_tokens = 0
     reserve = 0  # free rows to leave when the rows are rewritten
     state_bytes = 0  # bytes of `tensors()` for each batch row
 
@@ -97,6 +105,10 @@ class LayerPolicy:
         Asked only when the rows were written by an earlier `keep` (in its order).
         """
         return None
+
+    def kept_after(self, tokens: int) -> int:
+        """Rows held after a prompt of `tokens`, slack not included."""
+        return tokens
 
     def rows_after(self, tokens: int) -> int:
         """Rows allocated after a prompt of `tokens`, slack included (the formula behind `expected_bytes`)."""

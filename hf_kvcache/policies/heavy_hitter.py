@@ -74,6 +74,7 @@ class HeavyHitterLayer(LayerPolicy):
     uses_scores = True
     needs_queries = True
     per_head_positions = True
+    overwrites = True
     reserve = 1
     state_bytes = 16
 
@@ -97,6 +98,9 @@ class HeavyHitterLayer(LayerPolicy):
         self.recent = torch.tensor([r for _, r in sizes], device=device)
         self.largest = max(h + r for h, r in sizes)
         self.smallest = min(h + r for h, r in sizes)
+
+    def kept_after(self, tokens: int) -> int:
+        return min(tokens, sum(self._sizes(tokens)))
 
     def rows_after(self, tokens: int) -> int:
         budget = sum(self._sizes(tokens))
@@ -180,7 +184,7 @@ class HeavyHitterLayer(LayerPolicy):
 
 def attention_sums(step: Step, heads: int, reduce: str = "mean") -> torch.Tensor:
     """Column sums `[B, heads, N]` of the step's queries over all rows; padding queries do not count."""
-    assert step.query is not None and step.keys is not None
+    assert step.query is not None
     q_len = step.query.shape[2]
     real = step.real[:, step.new - q_len :] if step.real is not None else None
     sums = column_sums(step.query, step.keys, step.extras, step.visible, step.bias, real, reduce)

@@ -136,6 +136,7 @@ class SnapKVLayer(LayerPolicy):
         self.policy = policy
         self.capacity = capacity
         self.ragged = policy.adaptive_heads
+        self.overwrites = policy.decode_budget is not None
         self.window = window
         self.shuffled = False  # rows are no longer in the order of their positions
 
@@ -143,6 +144,11 @@ class SnapKVLayer(LayerPolicy):
     def reserve(self) -> int:  # type: ignore[override]
         room = min(32, max(8, self.capacity // 32))
         return room if self.policy.decode_budget is None else min(room, self.policy.decode_budget + 1)
+
+    def kept_after(self, tokens: int) -> int:
+        if tokens <= self.policy.max_capacity_prompt:
+            return tokens
+        return min(tokens, self.capacity)
 
     def rows_after(self, tokens: int) -> int:
         if tokens <= self.capacity or tokens <= self.policy.max_capacity_prompt:

@@ -51,9 +51,12 @@ class SlidingWindowLayer(LayerPolicy):
     reserve = 1
 
     def __init__(self, window_length: int, num_sink_tokens: int, rotation: KeyRotation | None) -> None:
-        self.window_length = window_length
+        self.window_length = self.fifo_window = window_length
         self.num_sink_tokens = num_sink_tokens
         self.rotation = rotation
+
+    def kept_after(self, tokens: int) -> int:
+        return min(tokens, self.num_sink_tokens + self.window_length)
 
     def rows_after(self, tokens: int) -> int:
         from ..segments import capacity_for

@@ -81,7 +81,7 @@ class Chain:
         """Rewrite the positions of the newest rows."""
         self.tail.rows.positions[:, :, -positions.shape[-1] :].copy_(positions)
 
-    def crop(self, n: int) -> None:
+    def crop(self, n: int, seen: int | None = None) -> None:
         """Forget the last `n` rows. A sealed segment is shortened in this chain only."""
         cut = min(n, self.tail.length)
         self.tail.crop(cut)

@@ -97,7 +97,7 @@ class Ragged:
         for head in self.heads:
             head.rows.positions[:, :, -positions.shape[-1] :].copy_(positions)
 
-    def crop(self, n: int) -> None:
+    def crop(self, n: int, seen: int | None = None) -> None:
         """Forget the last `n` rows of every head."""
         for head in self.heads:
             head.crop(n)

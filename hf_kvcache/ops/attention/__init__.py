@@ -1,3 +1,12 @@
-from .reference import Block, Extras, attend, masked_logits, merge, probabilities
+from .reference import Block, Extras, attend, finished_logits, log_sum_exp, masked_logits, merge, probabilities
 
-__all__ = ["Block", "Extras", "attend", "masked_logits", "merge", "probabilities"]
+__all__ = [
+    "Block",
+    "Extras",
+    "attend",
+    "finished_logits",
+    "log_sum_exp",
+    "masked_logits",
+    "merge",
+    "probabilities",
+]

@@ -47,13 +47,26 @@ def masked_logits(
     if front is not None:
         # not in place: a training step may need the first product again
         logits = torch.cat([torch.matmul(folded, front.transpose(-1, -2)), logits[..., front.shape[2] :]], dim=-1)
-    logits = logits.view(b, hk, group, q_len, s).float() * extras.scaling
+    return finished_logits(logits.view(b, hk, group, q_len, s), extras, visible, bias)
+
+
+def finished_logits(
+    products: torch.Tensor,
+    extras: Extras,
+    visible: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Products of queries and keys `[B, Hk, G, Q, S]` as logits: scaled, capped, biased and masked."""
+    hk, group = products.shape[1:3]
+    logits = products.float() * extras.scaling
     if extras.softcap is not None:
         logits = torch.tanh(logits / extras.softcap) * extras.softcap
     if bias is not None:
         bias = bias.float()
         logits = logits + (
-            bias.reshape(bias.shape[0], hk, group, *bias.shape[2:]) if bias.shape[1] == hq else bias.unsqueeze(2)
+            bias.reshape(bias.shape[0], hk, group, *bias.shape[2:])
+            if bias.shape[1] == hk * group
+            else bias.unsqueeze(2)
         )
     if visible is not None:
         logits = logits.masked_fill(~visible.unsqueeze(2), torch.finfo(torch.float32).min)
@@ -67,6 +80,14 @@ def probabilities(logits: torch.Tensor, extras: Extras) -> torch.Tensor:
     _, hk, group, _, _ = logits.shape
     sink = extras.sinks.float().view(1, hk, group, 1, 1).expand(*logits.shape[:-1], 1)
     return torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :-1]
+
+
+def log_sum_exp(logits: torch.Tensor, extras: Extras) -> torch.Tensor:
+    """`[B, Hq, Q]` of `[B, Hk, G, Q, S]` logits, the attention-sink logit included."""
+    lse = torch.logsumexp(logits, dim=-1)
+    if extras.sinks is not None:
+        lse = torch.logaddexp(lse, extras.sinks.float().view(1, *logits.shape[1:3], 1))
+    return lse.flatten(1, 2)
 
 
 def attend(
@@ -83,12 +104,7 @@ def attend(
     """Exact attention over one block of rows. Fully masked queries give finite output and a very small `lse`."""
     b, hq, q_len, _ = query.shape
     logits = masked_logits(query, keys, extras, visible, bias, front)
-    lse = None
-    if need_lse:
-        lse = torch.logsumexp(logits, dim=-1)
-        if extras.sinks is not None:
-            lse = torch.logaddexp(lse, extras.sinks.float().view(1, *logits.shape[1:3], 1))
-        lse = lse.reshape(b, hq, q_len)
+    lse = log_sum_exp(logits, extras) if need_lse else None
     probs = probabilities(logits, extras)
     weights = probs
     if extras.dropout > 0:

@@ -1,0 +1,8 @@
+"""How blocks are written: one codec, one file."""
+
+from .base import Codec, LayerCodec
+from .float8 import Float8
+from .kivi import KIVI
+from .rotated import Rotated
+
+__all__ = ["KIVI", "Codec", "Float8", "LayerCodec", "Rotated"]

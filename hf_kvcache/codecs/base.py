@@ -1,0 +1,157 @@
+"""The question a codec answers: how is a block of exact rows written?
+
+A `Codec` is what the user chose; `for_layer` makes one `LayerCodec` for each layer: the formats of keys and values, and
+the linear maps that are applied before. Invariants of every codec:
+
+- The first `num_sink_tokens` rows and the last `residual_length` rows are bit-exact, always.
+- A block is written once, from exact rows, when it leaves the exact window; codes are never decoded and coded again
+  (except where a policy selects anew among rows of a codec that is not `per_token`).
+- What is written for one batch row depends neither on the others nor on the padding before it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ops.packed import BITS, Format, codes_shape
+from ..policies.base import check_not_negative, check_positive
+
+
+@dataclass(frozen=True)
+class LayerCodec:
+    """How one layer writes its rows.
+
+    Attributes:
+        key_format, value_format: see `Format`.
+        residual_length: newest rows that stay exact (tokens).
+        num_sink_tokens: first rows that stay exact (tokens).
+        centre_keys: take the mean of each key channel away, measured per sequence over the rows at hand when the first
+            block is written; kept in float16.
+        key_turn, value_turn: orthogonal `[1 | H, D, D]` that rows are multiplied by before they are coded (None: none).
+    """
+
+    key_format: Format
+    value_format: Format
+    residual_length: int
+    num_sink_tokens: int
+    centre_keys: bool = False
+    key_turn: torch.Tensor | None = None
+    value_turn: torch.Tensor | None = None
+
+    @property
+    def per_token(self) -> bool:
+        """Whether every row is complete in itself, so that rows can be moved and overwritten."""
+        return self.key_format.per_token and self.value_format.per_token
+
+    @property
+    def block(self) -> int:
+        """Rows that are written at once (tokens)."""
+        size = 32
+        for fmt in (self.key_format, self.value_format):
+            if not fmt.per_token:
+                size = math.lcm(size, fmt.group)
+        return size
+
+    def packed_after(self, rows: int) -> int:
+        """Rows of `rows` that are packed, once the last block that can be is."""
+        return max(0, (rows - self.num_sink_tokens - self.residual_length) // self.block * self.block)
+
+    def packed_bytes(self, batch: int, heads: int, key_dim: int, value_dim: int, tiles: int, half: int) -> int:
+        """Bytes of codes, scales, zeros and statistics with room for `tiles` tiles."""
+        slots = tiles * 2 * half
+        total = 0
+        for fmt, dim, role in ((self.key_format, key_dim, "keys"), (self.value_format, value_dim, "values")):
+            total += math.prod(codes_shape((batch, heads, slots, dim), fmt.bits, role, half))
+            groups = scales_of(slots, fmt) * dim if fmt.axis == "channel" else slots * (dim // fmt.group)
+            total += batch * heads * groups * (4 if fmt.has_zero else fmt.scale_bits // 8)
+            total += batch * heads * 2 if fmt.scale_bits == 8 else 0
+        if self.centre_keys:
+            total += batch * heads * key_dim * 2
+        return total
+
+    def bits_per_element(self, key_dim: int, value_dim: int) -> float:
+        """Mean over keys and values of a packed row: codes, scales and zeros."""
+        keys, values = self.key_format.bits_per_element(), self.value_format.bits_per_element()
+        return (keys * key_dim + values * value_dim) / (key_dim + value_dim)
+
+
+def scales_of(slots: int, fmt: Format) -> int:
+    """Groups of tokens that `slots` slots need where each channel has a scale."""
+    return -(-slots // fmt.group)
+
+
+class Codec:
+    """Base of all codecs. Lossy beyond the exact window."""
+
+    name = "codec"
+
+    def __init__(self, residual_length: int, num_sink_tokens: int) -> None:
+        check_not_negative("residual_length", residual_length)
+        check_not_negative("num_sink_tokens", num_sink_tokens)
+        self.residual_length = residual_length
+        self.num_sink_tokens = num_sink_tokens
+
+    @property
+    def per_token(self) -> bool:
+        """Whether every row is complete in itself (needed by policies that overwrite single rows)."""
+        raise NotImplementedError
+
+    def for_layer(self, layer: int, layers: int, key_dim: int, value_dim: int) -> LayerCodec:
+        """The codec of layer `layer` of `layers`. Raises `ValueError` for sizes that it cannot write."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments, JSON-able, for `print(cache)` and for saved files."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+
+
+def check_bits(name: str, value: Any) -> None:
+    """A width, or one for each layer."""
+    widths = value if isinstance(value, (list, tuple)) else [value]
+    if not widths or any(isinstance(w, bool) or w not in BITS for w in widths):
+        raise ValueError(f"`{name}` must be one of {', '.join(map(str, BITS))}, or a list of these, got {value!r}")
+
+
+def bits_at(name: str, value: Any, layer: int, layers: int) -> int:
+    """The width of one layer."""
+    if not isinstance(value, (list, tuple)):
+        return int(value)
+    if len(value) != layers:
+        raise ValueError(f"`{name}` lists {len(value)} layers, but the model has {layers}")
+    return int(value[layer])
+
+
+def channel_group(dim: int, wanted: int) -> int:
+    """Channels that share a scale: the divisor of `dim` nearest to `wanted`."""
+    return min((n for n in range(1, dim + 1) if dim % n == 0), key=lambda n: (abs(n - wanted), -n))
+
+
+def check_dim(dim: int, what: str) -> None:
+    if dim % 4:
+        raise ValueError(f"{what} of {dim} channels cannot be packed: the number must be a multiple of 4")
+
+
+def turn_of(dim: int, seed: int = 0) -> torch.Tensor:
+    """A fixed orthogonal `[1, dim, dim]` that spreads every channel over all: a Hadamard matrix with random signs.
+
+    Where `dim` is no power of two, the odd factor is a cosine transform.
+    """
+    odd = dim
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while odd % 2 == 0:
+        odd //= 2
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)], 0)
+    n = torch.arange(odd, dtype=torch.float64)
+    cosine = torch.cos(math.pi / odd * (n[None, :] + 0.5) * n[:, None]) * math.sqrt(2 / odd)
+    cosine[0] /= math.sqrt(2)
+    mixed = torch.kron(hadamard / math.sqrt(hadamard.shape[0]), cosine)
+    generator = torch.Generator().manual_seed(seed + 1)
+    signs = torch.randint(0, 2, (2, dim), generator=generator).double() * 2 - 1
+    return (signs[0, :, None] * mixed * signs[1]).float()[None]
+
+
+__all__ = ["Codec", "LayerCodec", "channel_group", "check_bits", "check_dim", "check_positive", "bits_at", "turn_of"]

@@ -1,0 +1,94 @@
+"""Attention of a short step over packed rows and the exact rows around them, by the fastest way this machine has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..attention import Block, Extras, finished_logits, log_sum_exp, probabilities
+from ..attention.cpu import batched_matmul
+from ..packed import Format, Packed
+from . import cpu, reference
+
+
+class PackedRows(NamedTuple):
+    """Packed keys and values of one layer, as attention takes them."""
+
+    keys: Packed
+    values: Packed
+    key_format: Format
+    value_format: Format
+    length: int  # slots in use, of every batch row and head
+    half: int
+    key_turn: torch.Tensor | None = None  # [H|1, D, D]: packed keys are turned keys, k @ key_turn
+    key_scale: torch.Tensor | None = None  # [B, H, D]: ... of keys divided by this
+    key_mean: torch.Tensor | None = None  # [B, H, D]: ... after this was taken away
+    value_turn: torch.Tensor | None = None  # [H|1, Dv, Dv]: packed values are turned values, v @ value_turn
+
+
+def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, half: int) -> torch.Tensor:
+    """Products of queries `[B, H, M, D]` with the first `length` packed keys: float32 `[B, H, M, length]`."""
+    use = cpu if cpu.supports(fmt, query.shape[-1], half, query.dtype, query.device) else reference
+    return use.packed_logits(query, keys, fmt, length, half)
+
+
+def packed_weighted(
+    probs: torch.Tensor, values: Packed, fmt: Format, dim: int, half: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sums of packed values weighted by `probs` `[B, H, M, N]`: float32 `[B, H, M, dim]`. `dtype` is the model's."""
+    use = cpu if cpu.supports(fmt, dim, half, dtype, probs.device) else reference
+    return use.packed_weighted(probs, values, fmt, dim, half)
+
+
+def decode_attention(
+    query: torch.Tensor,  # [B, Hq, Q, D]
+    front: tuple[torch.Tensor, torch.Tensor] | None,  # exact keys, values [B, Hk, F, D] before the packed rows
+    packed: PackedRows | None,
+    tail: tuple[torch.Tensor, torch.Tensor],  # exact keys, values after them
+    extras: Extras,
+    visible: torch.Tensor | None = None,  # bool, broadcastable to [B, Hk, Q, F + length + T]
+    bias: torch.Tensor | None = None,  # additive, broadcastable to [B, Hq, Q, F + length + T]
+    need_probs: bool = False,
+    need_lse: bool = False,
+) -> Block:
+    """Attention over all rows in one pass: front, packed, tail. Padding, windows and holes are in `visible`."""
+    b, hq, q_len, d = query.shape
+    hk, value_dim = tail[0].shape[1], tail[1].shape[3]
+    folded = query.reshape(b, hk, hq // hk * q_len, d)
+    dense = [pair for pair in (front, tail) if pair is not None]
+    products = [batched_matmul(folded, keys.transpose(-1, -2)).float() for keys, _ in dense]
+    if packed is not None:
+        products.insert(len(products) - 1, _packed_products(folded, packed))
+    logits = finished_logits(torch.cat(products, dim=-1).unflatten(2, (hq // hk, q_len)), extras, visible, bias)
+    lse = log_sum_exp(logits, extras) if need_lse else None
+    probs = probabilities(logits, extras)
+    weights = probs
+    if extras.dropout > 0:
+        weights = torch.nn.functional.dropout(probs, p=extras.dropout, training=True)
+    flat = weights.flatten(2, 3)  # [B, Hk, G * Q, N]
+    parts = list(flat.split([p.shape[-1] for p in products], dim=-1))
+    output = None
+    if packed is not None:
+        mine = parts.pop(len(dense) - 1)
+        output = packed_weighted(mine, packed.values, packed.value_format, value_dim, packed.half, query.dtype)
+        if packed.value_turn is not None:
+            output = torch.matmul(output, packed.value_turn.float().transpose(-1, -2))
+    for part, (_, values) in zip(parts, dense, strict=True):
+        product = batched_matmul(part.to(values.dtype), values).float()
+        output = product if output is None else output + product
+    assert output is not None
+    output = output.to(query.dtype).view(b, hq, q_len, value_dim)
+    return Block(output, lse, probs.flatten(1, 2) if need_probs else None)
+
+
+def _packed_products(folded: torch.Tensor, packed: PackedRows) -> torch.Tensor:
+    turned = folded
+    if packed.key_scale is not None:
+        turned = turned.float() * packed.key_scale[:, :, None].float()
+    if packed.key_turn is not None:
+        turned = torch.matmul(turned.float(), packed.key_turn.float())
+    products = packed_logits(turned.to(folded.dtype), packed.keys, packed.key_format, packed.length, packed.half)
+    if packed.key_mean is not None:
+        products += torch.matmul(folded.float(), packed.key_mean[:, :, :, None].float())
+    return products

@@ -1,0 +1,3 @@
+from .reference import dequantize, levels
+
+__all__ = ["dequantize", "levels"]
