@@ -111,7 +111,8 @@ def attention_forward(
     rows = layer.current()
     keys: torch.Tensor | None
     store = layer.segments
-    if isinstance(store, PackedStore) and query.shape[2] <= SHORT_STEP and not expanded and _is_packed(layer):
+    short = query.shape[2] <= SHORT_STEP or not layer.is_prompt(query.shape[2])
+    if isinstance(store, PackedStore) and short and not expanded and _is_packed(layer):
         keys = None
         output, weights = _over_packed(layer, store, before, query, sight, extras)
     else:

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 
 from . import storage
 from .attention import attach, signature_of, why_not_attach
+from .codecs import preset
 from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
 from .policies.base import LayerPolicy, Policy
@@ -38,7 +39,8 @@ class KVCache(DynamicCache):
         model_or_config: the model (it is attached, see `attach`) or its config. Policies that drop tokens need the
             model.
         policy: which tokens stay; None keeps all.
-        codec: how rows are written beyond the exact window, a `hf_kvcache.codecs.Codec`; None writes full precision.
+        codec: how rows are written beyond the exact window, a `hf_kvcache.codecs.Codec` or the name of
+            one (`hf_kvcache.codecs.PRESETS`); None writes full precision.
             Full-attention layers only: windowed ones are small. A policy that overwrites single rows (`HeavyHitter`,
             `SnapKV(decode_budget=...)`) needs a codec whose rows are complete in themselves (`Rotated`).
         offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
@@ -68,6 +70,8 @@ class KVCache(DynamicCache):
         policy = policy if policy is not None else Policy()
         if not isinstance(policy, Policy):
             raise ValueError(f"`policy` must be a hf_kvcache.policies.Policy, got {type(policy).__name__}")
+        if isinstance(codec, str):
+            codec = preset(codec)
         if codec is not None and not isinstance(codec, Codec):
             raise ValueError(f"`codec` must be a hf_kvcache.codecs.Codec, got {type(codec).__name__}")
         model, config = _model_and_config(model_or_config)
@@ -121,7 +125,7 @@ class KVCache(DynamicCache):
             )
         if codec is not None and not coded:
             raise NotImplementedError(
-                f"{technique}: the codec would change nothing, this model has no full-attention layer. Leave `codec` None."
+                f"{technique}: the codec would change nothing: this model has no full-attention layer. Leave it None."
             )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
@@ -440,13 +444,13 @@ def layer_codec(
 def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:
     if policy.ragged:
         raise NotImplementedError(
-            f"{technique}: `adaptive_heads` gives each head a length of its own, and a codec packs all heads alike. Leave "
-            "one of them out."
+            f"{technique}: `adaptive_heads` gives each head a length of its own, and a codec packs all heads alike. "
+            "Leave one of them out."
         )
     if policy.overwrites and not codec.per_token:
         raise NotImplementedError(
-            f"{technique} gives the place of single rows to new ones, but {type(codec).__name__} writes keys in groups of "
-            "tokens. Use a codec whose rows are complete in themselves: hf_kvcache.codecs.Rotated."
+            f"{technique} gives the place of single rows to new ones, but {type(codec).__name__} writes keys in groups "
+            "of tokens. Use a codec whose rows are complete in themselves: hf_kvcache.codecs.Rotated."
         )
 
 

@@ -3,6 +3,7 @@
 from .base import Codec, LayerCodec
 from .float8 import Float8
 from .kivi import KIVI
+from .presets import PRESETS, preset
 from .rotated import Rotated
 
-__all__ = ["KIVI", "Codec", "Float8", "LayerCodec", "Rotated"]
+__all__ = ["KIVI", "PRESETS", "Codec", "Float8", "LayerCodec", "Rotated", "preset"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class LayerCodec:
         num_sink_tokens: first rows that stay exact (tokens).
         centre_keys: take the mean of each key channel away, measured per sequence over the rows at hand when the first
             block is written; kept in float16.
-        key_turn, value_turn: orthogonal `[1 | H, D, D]` that rows are multiplied by before they are coded (None: none).
+        key_turn, value_turn: orthogonal `[D, D]` that rows are multiplied by before they are coded (None: none).
     """
 
     key_format: Format
@@ -135,10 +136,11 @@ def check_dim(dim: int, what: str) -> None:
         raise ValueError(f"{what} of {dim} channels cannot be packed: the number must be a multiple of 4")
 
 
+@lru_cache(maxsize=32)
 def turn_of(dim: int, seed: int = 0) -> torch.Tensor:
-    """A fixed orthogonal `[1, dim, dim]` that spreads every channel over all: a Hadamard matrix with random signs.
+    """A fixed orthogonal `[dim, dim]` that spreads every channel over all: a Hadamard matrix with random signs.
 
-    Where `dim` is no power of two, the odd factor is a cosine transform.
+    Where `dim` is no power of two, the odd factor is a cosine transform. The same tensor for all layers and caches.
     """
     odd = dim
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -151,7 +153,7 @@ def turn_of(dim: int, seed: int = 0) -> torch.Tensor:
     mixed = torch.kron(hadamard / math.sqrt(hadamard.shape[0]), cosine)
     generator = torch.Generator().manual_seed(seed + 1)
     signs = torch.randint(0, 2, (2, dim), generator=generator).double() * 2 - 1
-    return (signs[0, :, None] * mixed * signs[1]).float()[None]
+    return (signs[0, :, None] * mixed * signs[1]).float()
 
 
 __all__ = ["Codec", "LayerCodec", "channel_group", "check_bits", "check_dim", "check_positive", "bits_at", "turn_of"]

@@ -11,8 +11,9 @@ from .base import Codec, LayerCodec, bits_at, channel_group, check_bits, check_d
 class KIVI(Codec):
     """Integers of 2, 3, 4 or 8 bits with a float16 scale and zero for each group. Lossy beyond the exact window.
 
-    Keys share a scale per channel over `q_group_size` tokens, values per token over `q_group_size` channels (the nearest
-    divisor of the head size). Bits per element: `nbits + 32 / q_group_size`; bytes per token and layer, beyond the exact
+    Keys share a scale per channel over `q_group_size` tokens, values per token over `q_group_size` channels (the
+    nearest divisor of the head size). Bits per element: `nbits + 32 / q_group_size`; bytes per token and layer, beyond
+    the exact
     window: `Hkv * (D * bits_k + D * bits_v) / 8` and 4 for the position.
 
     Args:

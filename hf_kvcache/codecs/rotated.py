@@ -1,4 +1,4 @@
-"""Rotated: every row turned by a random Hadamard matrix, one scale, a codebook (TurboQuant family, arXiv 2504.19874)."""
+"""Rotated: rows turned by a random Hadamard matrix, one scale each (TurboQuant family, arXiv 2504.19874)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 class Rotated(Codec):
     """Codes of a turned row around the mean, one scale per row. Lossy beyond the exact window.
 
-    Keys are coded around their mean (per channel, of the rows at hand when the first block is written), which also takes
-    large key biases away. Rows are complete in themselves, so policies can move and overwrite them. Bits per element:
-    `nbits + scale_bits / D`; bytes per token and layer, beyond the exact window: `Hkv * 2 D * bits / 8` and 4 for the
-    position.
+    Keys are coded around their mean (per channel, of the rows at hand when the first block is written), which also
+    takes large key biases away. Rows are complete in themselves, so policies can move and overwrite them. Bits per
+    element: `nbits + scale_bits / D`; bytes per token and layer, beyond the exact window: `Hkv * 2 D * bits / 8` and 4
+    for the position.
 
     Args:
         nbits: 2, 3, 4 or 8, or a list with one width for each layer.
@@ -33,7 +33,7 @@ class Rotated(Codec):
         residual_length: newest tokens that stay exact.
         num_sink_tokens: first tokens that stay exact.
         levels: `"uniform"`, with the step that fits each row best, or `"lloyd-max"` (2 to 4 bits).
-        scale_bits: 8 (logarithms) or 16.
+        scale_bits: 8 (steps of 1/24 octave) or 16.
 
     Raises `ValueError` for widths or head sizes that cannot be packed.
     """
@@ -85,6 +85,6 @@ class Rotated(Codec):
             self.residual_length,
             self.num_sink_tokens,
             centre_keys=True,
-            key_turn=turn_of(key_dim, 2 * layer),
-            value_turn=turn_of(value_dim, 2 * layer + 1),
+            key_turn=turn_of(key_dim, 0),
+            value_turn=turn_of(value_dim, 1),
         )

@@ -1,22 +1,24 @@
 """Packed tensors: how quantized keys and values lie in memory, on every device.
 
-A tensor `[B, H, N, D]` (N tokens, D channels) becomes integer codes of `bits` bits and a scale (and zero) for each group:
+A tensor `[B, H, N, D]` (N tokens, D channels) becomes integer codes of `bits` bits and a scale (and zero) for each
+group:
 
     x = scale * level(code) + zero
 
-Tokens lie in tiles of `2 * half` (64 unless the CPU asks for 32). Codes that meet in one byte come from the two halves of
-a tile, so a kernel that masks and shifts gets whole vectors, and the bytes of the 4-bit layout are those that torch's
-CPU int4 matmul reads:
+Tokens lie in tiles of `2 * half` (64 unless the CPU asks for 32). Codes that meet in one byte come from the two halves
+of a tile, so a kernel that masks and shifts gets whole vectors, and the bytes of the 4-bit layout are those that
+torch's CPU int4 matmul reads:
 
-- keys (the product with a query runs over channels): `codes [B, H, tiles, D * bits / 4, half]`. In 4 bits, row `d` holds
-  channel `d`, low nibbles the tokens `i < half` of the tile and high nibbles the tokens `half + i`.
-- values (the product with probabilities runs over tokens): `codes [B, H, D / (2 v), tiles, bits * half / 2, v]` where `v`
-  is half the width of a block of channels. In 4 bits, row `t` holds token `t`, low nibbles the channels `i < v` of the
-  block and high nibbles the channels `v + i`.
+- keys (the product with a query runs over channels): `codes [B, H, tiles, D * bits / 4, half]`. In 4 bits, row `d`
+  holds channel `d`, low nibbles the tokens `i < half` of the tile and high nibbles the tokens `half + i`.
+- values (the product with probabilities runs over tokens): `codes [B, H, D / (2 v), tiles, bits * half / 2, v]` where
+  `v` is half the width of a block of channels. In 4 bits, row `t` holds token `t`, low nibbles the channels `i < v` of
+  the block and high nibbles the channels `v + i`.
 
 Other widths fold rows into the bits of a nibble. Of R rows of nibbles,
 - 2 bits: row `r < R/2` holds row `r` in bits 0-1 (and 4-5), row `r + R/2` in bits 2-3 (and 6-7);
-- 3 bits: R/2 rows as for 2 bits with the low bits, then R/4 rows with the high bits: row `r + j R/4` in bit j (and j + 4);
+- 3 bits: R/2 rows as for 2 bits with the low bits, then R/4 rows with the high bits: row `r + j R/4` in bit j
+  (and j + 4);
 - 8 bits: R rows of low nibbles, then R rows of high nibbles.
 """
 
@@ -44,8 +46,8 @@ class Format:
         levels: the codebook.
         fit: how scales are chosen: `"minmax"` or `"mse"` (a search over clipped ranges) for affine and float8;
             `"unbiased"` (the length of a vector along itself is kept) or `"mse"` for the others.
-        scale_bits: 16 (float16), or 8: logarithms in steps of 1/24 octave below a float16 base for each head. For formats
-            with a scale per token and no zero.
+        scale_bits: 16 (float16), or 8: steps of 1/24 octave below a float16 base for each head. For formats with a
+            scale per token and no zero.
     """
 
     bits: int
@@ -178,14 +180,19 @@ def _unfold(packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
     return byte & 15, byte >> 4
 
 
+# A step of an 8-bit scale: 1/24 of an octave, in units of the last place of a float32.
+_SCALE_STEP = 2**23 // 24
+
+
 def log_scale(scale: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Scales as 8-bit logarithms, uint8: `scale ~ base * 2 ** (-code / 24)`. `base` is broadcastable."""
-    return (24 * torch.log2(base.float() / scale.float().clamp(min=1e-12))).round().clamp(0, 255).to(torch.uint8)
+    """Scales as uint8: how many steps below `base` (broadcastable). 24 steps halve it, evenly within each octave."""
+    below = base.float().view(torch.int32) - scale.float().view(torch.int32)
+    return (below.double() / _SCALE_STEP).round().clamp(0, 255).to(torch.uint8)
 
 
 def linear_scale(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The reverse of `log_scale`, float16."""
-    return (base.float() * torch.exp2(code.float() / -24)).half()
+    """The reverse of `log_scale`, float32. Two passes over integers: it is done at every step."""
+    return torch.sub(base.float().view(torch.int32), code.int(), alpha=_SCALE_STEP).clamp_(min=0).view(torch.float32)
 
 
 # Steps of the uniform quantizer with the least squared error on a unit Gaussian.

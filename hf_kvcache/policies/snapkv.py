@@ -236,15 +236,15 @@ class SnapKVLayer(LayerPolicy):
             protected = protected | first_tokens(step, p.num_sink_tokens)
         if step.prompt:
             # Rows of the window are kept anyway; they must not lift their neighbours through the pooling.
-            score = self._pool(score.masked_fill(recent | ~step.valid(), 0.0), positions)
+            score = self._pool(score.masked_fill(recent | ~step.valid(), 0.0), positions, step.rows.in_order)
         value = torch.where(protected, float("inf"), score)
         return torch.where(step.valid(), value, float("-inf"))
 
-    def _pool(self, score: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _pool(self, score: torch.Tensor, positions: torch.Tensor, in_order: bool) -> torch.Tensor:
         kernel = self.policy.kernel_size
         order = None
-        if self.shuffled:
-            order = positions.argsort(dim=-1).expand_as(score)
+        if self.shuffled or not in_order:
+            order = positions.argsort(dim=-1, stable=True).expand_as(score)
             score = score.gather(-1, order)
         if self.policy.pooling == "ahead":
             pooled = F.max_pool1d(F.pad(score, (kernel - 1, 0)), kernel, stride=1)

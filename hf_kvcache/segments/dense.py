@@ -24,6 +24,8 @@ class Rows:
     `positions` has one head while all heads hold the same tokens. `scores` exists only where a policy asks for it.
     """
 
+    in_order = True  # by position, empty rows first
+
     def __init__(
         self,
         keys: torch.Tensor,

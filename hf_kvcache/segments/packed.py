@@ -2,9 +2,10 @@
 
     front (exact)  |  packed  |  tail (exact)
 
-The first tokens of each batch row stand in front, the newest in the tail; what lies between is packed, a block at a time,
-when it leaves the tail. Batch rows of different lengths (left padding) pack at their own pace, aligned to their own first
-token, so a padded row is written exactly as it would be alone; slots that a row does not use have the position `EMPTY`.
+The first tokens of each batch row stand in front, the newest in the tail; what lies between is packed, a block at a
+time, when it leaves the tail. Batch rows of different lengths (left padding) pack at their own pace, aligned to their
+own first token, so a padded row is written as it would be alone; slots that a row does not use have the position
+`EMPTY`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class LazyRows(Rows):
         self._read: dict[str, torch.Tensor] = {}
         self.positions = positions
         self.scores = scores
+        self.in_order = len(set(store.used)) <= 1 and not store.is_ragged
 
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override]
@@ -232,7 +234,8 @@ class Side:
 
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.packed is not None:
-            self.packed = Packed(*(None if t is None else fn(t) for t in self.packed))
+            codes, scale, zero = self.packed
+            self.packed = Packed(fn(codes), fn(scale), None if zero is None else fn(zero))
             self.base = None if self.base is None else fn(self.base)
 
 
@@ -276,6 +279,11 @@ class PackedStore:
     @property
     def front_length(self) -> int:
         return 0 if self.front is None else self.front.length
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some row of the tail may be empty, or out of order."""
+        return self._ragged
 
     @property
     def has_packed(self) -> bool:
@@ -535,7 +543,9 @@ class PackedStore:
         stop = start + count
         keys = rows.keys[:, :, start:stop].float()
         if self.codec.centre_keys:
-            keys = keys - self._mean_of(part, rows.keys[:, :, oldest:], slot)[:, :, None]
+            # The exact window counts too, but nothing beyond it: a draft that came along leaves no trace.
+            every = rows.keys[:, :, oldest : stop + self.codec.residual_length]
+            keys = keys - self._mean_of(part, every, slot)[:, :, None]
         for side, x in ((self.keys, keys), (self.values, rows.values[:, :, start:stop].float())):
             turn = self._turn(side.role)
             x = x if turn is None else torch.matmul(x, turn)
@@ -590,8 +600,8 @@ class PackedStore:
         sinks, residual, block = self.codec.num_sink_tokens, self.codec.residual_length, self.codec.block
         moved: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         for side in (self.keys, self.values):
-            exact = [] if self.front is None else [getattr(self.front, side.role)]
-            exact = torch.cat([*exact, getattr(self.tail.rows, side.role)], dim=2)
+            ends = [] if self.front is None else [getattr(self.front, side.role)]
+            exact = torch.cat([*ends, getattr(self.tail.rows, side.role)], dim=2)
             codes, scale, zero = quantize(self._mapped(side.role, exact), side.fmt)
             fresh = (codes, side._stored(scale, side.base), zero)
             assert side.packed is not None
@@ -600,7 +610,7 @@ class PackedStore:
                 side.packed.scale[:, :, :s],
                 None if side.packed.zero is None else side.packed.zero[:, :, :s],
             )
-            table = []
+            table: list[torch.Tensor | None] = []
             for new, old in zip(fresh, held, strict=True):
                 if new is None or old is None:
                     table.append(None)
@@ -771,10 +781,14 @@ class PackedStore:
             self.tail.crop(n)
             return
         positions = self.tail.rows.positions
-        last, others = positions[..., max(0, self.tail.length - n) :], positions[..., : max(0, self.tail.length - n)]
-        simple = (
-            n <= self.tail.length and bool((others < seen).all()) and not bool(((last < seen) & (last != EMPTY)).any())
-        )
+        start = max(0, self.tail.length - n)
+        last, others = positions[..., start:], [positions[..., :start]]
+        if self.front is not None:
+            others.append(self.front.positions)
+        if self.has_packed and self._positions is not None:
+            others.append(self._positions[:, :, : self.slots])
+        simple = n <= self.tail.length and not bool(((last < seen) & (last != EMPTY)).any())
+        simple = simple and all(bool((table < seen).all()) for table in others)
         if simple:
             self.tail.crop(n)
         else:

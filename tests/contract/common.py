@@ -27,7 +27,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache
+from hf_kvcache import HeavyHitterCache, KVCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
 
 VOCABULARY = 96
 WINDOW = 8  # the models' own sliding window
@@ -180,6 +180,8 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
         dict(max_capacity_prompt=10, window_size=4, kernel_size=3, adaptive_heads=True),
     ),
     "h2o": (HeavyHitterCache, dict(heavy_size=60, recent_size=60), dict(heavy_size=4, recent_size=4)),
+    # Nothing is packed at these lengths; `test_codecs.py` has longer ones.
+    "kivi": (QuantizedKIVICache, dict(nbits=4), dict(nbits=4, residual_length=4, num_sink_tokens=2)),
     # Ratios are of the prompt: all of it fits, the generated tokens do not.
     "h2o_ratio": (
         HeavyHitterCache,
@@ -188,7 +190,8 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
     ),
 }
 CACHES = tuple(_CACHES)
-EVICTING = tuple(label for label in CACHES if label != "kv")
+KEEPING = ("kv", "kivi")
+EVICTING = tuple(label for label in CACHES if label not in KEEPING)
 LOSSLESS = tuple(label for label in CACHES if label != "h2o_ratio")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache
 
-from .common import CACHES, EVICTING, MODELS, batch, feed, model_of, roomy, stock_of, tight
+from .common import CACHES, EVICTING, KEEPING, MODELS, batch, feed, model_of, roomy, stock_of, tight
 
 HEADS = {"deepseek_v3": 1}  # one latent for all heads
 
@@ -36,7 +36,7 @@ def test_seen_and_kept(label, case):
         counts = (positions >= 0).sum(-1)
         distinct = [len({p for p in head.tolist() if p >= 0}) for row in positions for head in row]
         assert counts.flatten().tolist() == distinct, "no token is held twice"
-        if label == "kv":
+        if label in KEEPING:
             assert kept >= min(22, layer.sliding_window or 22)
         else:
             assert kept < 22

@@ -16,6 +16,7 @@ from .common import (
     CACHE,
     CACHES,
     DTYPES,
+    KEEPING,
     LOSSLESS,
     MODELS,
     assert_close,
@@ -129,7 +130,7 @@ def repeated_prompt():
 @pytest.mark.parametrize("label", LOSSLESS)
 def test_drafted_decoding(label, case):
     """Prompt lookup and a second model: drafts are rejected often, so this is rollback under load."""
-    if case == "deepseek_v3" and label != "kv":
+    if case == "deepseek_v3" and label not in KEEPING:
         pytest.skip("eviction refuses drafts on MLA models; see test_operations.py")
     model, stock = model_of(case), stock_of(case)
     ids = repeated_prompt()

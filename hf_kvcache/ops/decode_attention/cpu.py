@@ -1,13 +1,15 @@
 """The two halves of attention over packed rows on the CPU, with torch's own int4 matrix product: no compiler needed.
 
-The product takes 4-bit codes in the layout of `ops.packed` and bfloat16 activations, and adds up in float32. Scales stay
+The product takes 4-bit codes in the layout of `ops.packed` and bfloat16 activations, and adds up in float32. Scales
+stay
 outside of it: a scale per token multiplies the logits (keys) or the probabilities (values), one per channel the query.
-Codes are read relative to the middle of their range, so that what is rounded to bfloat16 is small. Codes of 2 and 3 bits
-become 4-bit ones first, head by head; 8-bit ones are two 4-bit products in one.
+Codes are read relative to the middle of their range, so that what is rounded to bfloat16 is small. Codes of 2 and 3
+bits become 4-bit ones first, head by head; 8-bit ones are two 4-bit products in one.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -48,30 +50,10 @@ def _reduction(length: int) -> int:
 
 
 def _product(rows: torch.Tensor, codes: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """`rows` bf16 `[M, K]` times codes of `columns` columns and K rows of nibbles."""
+    """`rows` bf16 `[M, K]` times codes of `columns` columns and K rows of nibbles: bf16 `[M, columns]`."""
     size = _reduction(rows.shape[1])
-    # Columns are rounded up, so that a growing cache does not ask for new constants at every step.
     unit = _unit(bits, rows.shape[1] // size, columns)
     return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, codes.view(columns, -1), size, unit)
-
-
-def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, half: int) -> torch.Tensor:
-    """See `reference.packed_logits`."""
-    b, h, m, d = query.shape
-    tile = 2 * half
-    out = query.new_empty(b, h, m, length, dtype=torch.float32)
-    tiles = -(-length // tile)
-    for row in range(b):
-        for head in range(h):
-            codes = nibbles(keys.codes[row, head, :tiles], fmt.bits)
-            scale = keys.scale[row, head]
-            zero = None if keys.zero is None else keys.zero[row, head]
-            q = query[row, head]
-            if fmt.axis == "token":
-                out[row, head] = _token_logits(q, codes, scale, zero, fmt, length, tiles * tile)
-            else:
-                _channel_logits(q, codes, scale, zero, fmt, length, tile, out[row, head])
-    return out
 
 
 def _twice(rows: torch.Tensor, bits: int) -> torch.Tensor:
@@ -79,69 +61,86 @@ def _twice(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([rows, rows * 16], dim=-1) if bits == 8 else rows
 
 
+def _heads(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """One tensor for each batch row and head."""
+    return [head for row in tensor.unbind(0) for head in row.unbind(0)]
+
+
+def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, half: int) -> torch.Tensor:
+    """See `reference.packed_logits`."""
+    tiles = -(-length // (2 * half))
+    codes = [nibbles(head, fmt.bits) for head in _heads(keys.codes[:, :, :tiles])]
+    if fmt.axis == "token":
+        return _token_logits(query, codes, keys, fmt, length)
+    return _channel_logits(query, codes, keys, fmt, length, 2 * half)
+
+
 def _token_logits(
-    q: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    fmt: Format,
-    length: int,
-    columns: int,
+    query: torch.Tensor, codes: list[torch.Tensor], keys: Packed, fmt: Format, length: int
 ) -> torch.Tensor:
-    """`[M, length]`: a scale for each token over groups of channels."""
-    m, d = q.shape
+    """A scale for each token over groups of channels."""
+    b, h, m, d = query.shape
     groups = d // fmt.group
-    rows = q
+    rows = query
     if groups > 1:
         # One row for each group of channels, zero elsewhere.
-        rows = (q.view(m, groups, 1, fmt.group) * torch.eye(groups, dtype=q.dtype)[:, :, None]).view(m * groups, d)
-    raw = _product(_twice(rows, fmt.bits), codes, fmt.bits, columns)[:, :length]
-    by_group = scale[:length].t().float()  # [groups, length]
-    logits = (raw.view(m, groups, length) * by_group).sum(1) if groups > 1 else raw * by_group
-    if zero is not None:
-        base = zero[:length].t().float() + centre(fmt) * by_group
-        logits += q.float().view(m, groups, fmt.group).sum(-1) @ base
+        eye = torch.eye(groups, dtype=query.dtype)[:, :, None]
+        rows = (query.view(b, h, m, groups, 1, fmt.group) * eye).view(b, h, m * groups, d)
+    rows = _twice(rows, fmt.bits)
+    columns = codes[0].shape[0] * 2 * codes[0].shape[-1]
+    pairs = zip(_heads(rows), codes, strict=True)
+    raw = torch.stack([_product(mine, theirs, fmt.bits, columns) for mine, theirs in pairs])
+    raw = raw.view(b, h, m, groups, columns)[..., :length]
+    scale = keys.scale[:, :, :length].transpose(2, 3).float()  # [B, H, groups, N]
+    logits = raw * scale[:, :, None]
+    logits = logits.sum(3) if groups > 1 else logits[:, :, :, 0]
+    if keys.zero is not None:
+        base = keys.zero[:, :, :length].transpose(2, 3).float() + centre(fmt) * scale
+        logits += query.float().view(b, h, m, groups, fmt.group).sum(-1) @ base
     return logits
 
 
 def _channel_logits(
-    q: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    fmt: Format,
-    length: int,
-    tile: int,
-    out: torch.Tensor,
-) -> None:
-    """A scale for each channel over groups of tokens: it goes into the query, which then differs by group."""
-    m, d = q.shape
-    groups = -(-length // fmt.group)
-    scaled = (q.float() * scale[:groups, None].float()).to(q.dtype)  # [groups, M, D]
-    scaled = _twice(scaled, fmt.bits)
-    page = max(PAGE, fmt.group)
-    in_page = page // fmt.group
+    query: torch.Tensor, codes: list[torch.Tensor], keys: Packed, fmt: Format, length: int, tile: int
+) -> torch.Tensor:
+    """A scale for each channel over groups of tokens: it goes into the query, which then differs by group.
+
+    A page of several groups is one product with the queries of all of them, of which each group's own are taken.
+    """
+    b, h, m, d = query.shape
+    group = fmt.group
+    groups = -(-length // group)
+    scale = keys.scale[:, :, :groups].float()  # [B, H, groups, D]
+    scaled = _twice(
+        (query.float()[:, :, None] * scale[:, :, :, None]).to(query.dtype), fmt.bits
+    )  # [B, H, groups, M, D]
+    page = math.lcm(tile, group)
+    page *= max(1, PAGE // page)
+    count = page // group
+    whole = groups // count * count  # groups of full pages
     parts = []
-    for start in range(0, length, page):
-        stop = min(start + page, -(-length // tile) * tile)
-        first = start // fmt.group
-        rows = scaled[first : first + in_page]
-        here = codes[start // tile : stop // tile]
-        raw = _product(rows.flatten(0, 1), here, fmt.bits, stop - start)
-        count = rows.shape[0]
-        raw = (
-            torch.nn.functional.pad(raw, (0, count * fmt.group - raw.shape[1]))
-            if raw.shape[1] < count * fmt.group
-            else raw
-        )
-        own = raw.view(count, m, -1)[:, :, : count * fmt.group].view(count, m, count, fmt.group)
-        parts.append(own.diagonal(dim1=0, dim2=2).permute(0, 2, 1).reshape(m, -1))  # [M, count * G]
-    logits = torch.cat(parts, dim=1)[:, :length].float()
-    if zero is not None:
-        base = zero[:groups].float() + centre(fmt) * scale[:groups].float()  # [groups, D]
-        constant = q.float() @ base.t()  # [M, groups]
-        logits = logits + constant.repeat_interleave(fmt.group, dim=1)[:, :length]
-    out.copy_(logits)
+    for rows, mine in zip(_heads(scaled), codes, strict=True):
+        # [pages, count * M, D] against [pages, tiles of a page, ...]
+        paged = rows[:whole].reshape(-1, count * m, rows.shape[-1]).unbind(0)
+        tiles = mine[: whole * group // tile].unflatten(0, (-1, page // tile)).unbind(0) if whole else ()
+        raw = [_product(q, c, fmt.bits, page) for q, c in zip(paged, tiles, strict=True)]
+        out = []
+        if raw:
+            own = torch.stack(raw).view(-1, count, m, count, group).diagonal(dim1=1, dim2=3)  # [pages, M, G, count]
+            out.append(own.permute(1, 0, 3, 2).reshape(m, -1))
+        if whole < groups:
+            left, rest = groups - whole, mine[whole * group // tile :]
+            last = _product(rows[whole:].flatten(0, 1), rest, fmt.bits, rest.shape[0] * tile)
+            last = torch.nn.functional.pad(last, (0, max(0, left * group - last.shape[1])))[:, : left * group]
+            own = last.view(left, m, left, group).diagonal(dim1=0, dim2=2)  # [M, G, left]
+            out.append(own.transpose(1, 2).reshape(m, -1))
+        parts.append(torch.cat(out, dim=1)[:, :length])
+    logits = torch.stack(parts).view(b, h, m, length).float()
+    if keys.zero is not None:
+        base = keys.zero[:, :, :groups].float() + centre(fmt) * scale
+        constant = query.float() @ base.transpose(2, 3)  # [B, H, M, groups]
+        logits += constant.repeat_interleave(group, dim=-1)[..., :length]
+    return logits
 
 
 def packed_weighted(probs: torch.Tensor, values: Packed, fmt: Format, dim: int, half: int) -> torch.Tensor:
@@ -150,28 +149,22 @@ def packed_weighted(probs: torch.Tensor, values: Packed, fmt: Format, dim: int, 
     tile = 2 * half
     tiles = -(-length // tile)
     v = values.codes.shape[-1]
-    out = probs.new_empty(b, h, m, dim, dtype=torch.float32)
     groups = dim // fmt.group
-    for row in range(b):
-        for head in range(h):
-            scale = values.scale[row, head, :length].t().float()  # [groups, length]
-            p = probs[row, head]
-            weights = p[:, None] * scale  # [M, groups, length]
-            rows = (
-                torch.nn.functional.pad(weights, (0, tiles * tile - length)).to(torch.bfloat16).reshape(m * groups, -1)
-            )
-            if fmt.bits == 8:
-                rows = _twice(rows.view(m * groups, tiles, tile), 8).view(m * groups, -1)
-            codes = nibbles(values.codes[row, head, :, :tiles], fmt.bits)
-            blocks = [
-                _product(rows, codes[block], fmt.bits, 2 * v).view(m, groups, 2 * v) for block in range(dim // (2 * v))
-            ]
-            raw = torch.cat(blocks, dim=-1).float()  # [M, groups, D]
-            if groups > 1:
-                raw = raw.view(m, groups, groups, fmt.group).diagonal(dim1=1, dim2=2).transpose(1, 2)
-            mine = raw.reshape(m, dim)
-            if values.zero is not None:
-                base = values.zero[row, head, :length].float() + centre(fmt) * scale.t()  # [length, groups]
-                mine = mine + (p @ base).repeat_interleave(fmt.group, dim=1)
-            out[row, head] = mine
-    return out
+    scale = values.scale[:, :, :length].transpose(2, 3).float()  # [B, H, groups, N]
+    weights = probs.new_zeros(b, h, m, groups, tiles * tile, dtype=torch.bfloat16)
+    torch.mul(probs[:, :, :, None], scale[:, :, None], out=weights[..., :length])
+    if fmt.bits == 8:
+        weights = _twice(weights.unflatten(-1, (tiles, tile)), 8)
+    heads = []
+    for rows, codes in zip(_heads(weights), _heads(values.codes[:, :, :, :tiles]), strict=True):
+        flat = rows.reshape(m * groups, -1)
+        blocks = [_product(flat, nibbles(block, fmt.bits), fmt.bits, 2 * v) for block in codes.unbind(0)]
+        heads.append(blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1))
+    raw = torch.stack(heads).float().view(b, h, m, groups, dim)
+    if groups > 1:
+        raw = raw.unflatten(-1, (groups, fmt.group)).diagonal(dim1=3, dim2=4).transpose(3, 4)
+    output = raw.reshape(b, h, m, dim)
+    if values.zero is not None:
+        base = values.zero[:, :, :length].float() + centre(fmt) * scale.transpose(2, 3)  # [B, H, N, groups]
+        output = output + (probs @ base).repeat_interleave(fmt.group, dim=-1)
+    return output

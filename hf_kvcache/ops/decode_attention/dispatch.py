@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import native
 from ..attention import Block, Extras, finished_logits, log_sum_exp, probabilities
 from ..attention.cpu import batched_matmul
 from ..packed import Format, Packed
@@ -21,14 +22,19 @@ class PackedRows(NamedTuple):
     value_format: Format
     length: int  # slots in use, of every batch row and head
     half: int
-    key_turn: torch.Tensor | None = None  # [H|1, D, D]: packed keys are turned keys, k @ key_turn
+    key_turn: torch.Tensor | None = None  # [D, D]: packed keys are turned keys, k @ key_turn
     key_scale: torch.Tensor | None = None  # [B, H, D]: ... of keys divided by this
     key_mean: torch.Tensor | None = None  # [B, H, D]: ... after this was taken away
-    value_turn: torch.Tensor | None = None  # [H|1, Dv, Dv]: packed values are turned values, v @ value_turn
+    value_turn: torch.Tensor | None = None  # [Dv, Dv]: packed values are turned values, v @ value_turn
 
 
 def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, half: int) -> torch.Tensor:
     """Products of queries `[B, H, M, D]` with the first `length` packed keys: float32 `[B, H, M, length]`."""
+    kernels = native.active()
+    if kernels is not None and kernels.supports(fmt, query.shape[-1], half, query.dtype, query.device):
+        if keys.scale.dtype != torch.float16:
+            keys = keys._replace(scale=keys.scale.half())
+        return kernels.packed_logits(query, keys, fmt, length, half)
     use = cpu if cpu.supports(fmt, query.shape[-1], half, query.dtype, query.device) else reference
     return use.packed_logits(query, keys, fmt, length, half)
 
@@ -37,6 +43,11 @@ def packed_weighted(
     probs: torch.Tensor, values: Packed, fmt: Format, dim: int, half: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Sums of packed values weighted by `probs` `[B, H, M, N]`: float32 `[B, H, M, dim]`. `dtype` is the model's."""
+    kernels = native.active()
+    if kernels is not None and kernels.supports(fmt, dim, half, dtype, probs.device):
+        if values.scale.dtype != torch.float16:
+            values = values._replace(scale=values.scale.half())
+        return kernels.packed_weighted(probs, values, fmt, dim, half, dtype)
     use = cpu if cpu.supports(fmt, dim, half, dtype, probs.device) else reference
     return use.packed_weighted(probs, values, fmt, dim, half)
 
@@ -57,10 +68,12 @@ def decode_attention(
     hk, value_dim = tail[0].shape[1], tail[1].shape[3]
     folded = query.reshape(b, hk, hq // hk * q_len, d)
     dense = [pair for pair in (front, tail) if pair is not None]
-    products = [batched_matmul(folded, keys.transpose(-1, -2)).float() for keys, _ in dense]
+    # Scaled before they are put together: the small parts and the query are cheaper to scale than all logits.
+    products = [batched_matmul(folded, keys.transpose(-1, -2)).float() * extras.scaling for keys, _ in dense]
     if packed is not None:
-        products.insert(len(products) - 1, _packed_products(folded, packed))
-    logits = finished_logits(torch.cat(products, dim=-1).unflatten(2, (hq // hk, q_len)), extras, visible, bias)
+        products.insert(len(products) - 1, _packed_products(folded, packed, extras.scaling, query.dtype))
+    products_ = torch.cat(products, dim=-1).unflatten(2, (hq // hk, q_len))
+    logits = finished_logits(products_, extras._replace(scaling=1.0), visible, bias)
     lse = log_sum_exp(logits, extras) if need_lse else None
     probs = probabilities(logits, extras)
     weights = probs
@@ -82,13 +95,15 @@ def decode_attention(
     return Block(output, lse, probs.flatten(1, 2) if need_probs else None)
 
 
-def _packed_products(folded: torch.Tensor, packed: PackedRows) -> torch.Tensor:
+def _packed_products(folded: torch.Tensor, packed: PackedRows, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+    """Scaled products of the folded queries with the packed keys, float32 `[B, Hk, M, length]`."""
+    folded = folded.float() * scaling
     turned = folded
     if packed.key_scale is not None:
-        turned = turned.float() * packed.key_scale[:, :, None].float()
+        turned = turned * packed.key_scale[:, :, None].float()
     if packed.key_turn is not None:
-        turned = torch.matmul(turned.float(), packed.key_turn.float())
-    products = packed_logits(turned.to(folded.dtype), packed.keys, packed.key_format, packed.length, packed.half)
+        turned = torch.matmul(turned, packed.key_turn.float())
+    products = packed_logits(turned.to(dtype), packed.keys, packed.key_format, packed.length, packed.half)
     if packed.key_mean is not None:
-        products += torch.matmul(folded.float(), packed.key_mean[:, :, :, None].float())
+        products += torch.matmul(folded, packed.key_mean[:, :, :, None].float())
     return products
