@@ -10,11 +10,14 @@ from collections.abc import Sequence
 def parser() -> argparse.ArgumentParser:
     """The command line. A subcommand brings its own arguments and sets `run` to a function of the parsed ones."""
     from .compat import run as compat
+    from .evaluate import run as evaluate
 
     top = argparse.ArgumentParser(prog="python -m hf_kvcache", description="KV caches for Hugging Face transformers.")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     about = "check every cache on every causal-LM model type of the installed transformers"
     compat.add_arguments(commands.add_parser("compat", help=about, description=about))
+    about = "measure how far the predictions with a cache are from the full cache's, and how small it is"
+    evaluate.add_arguments(commands.add_parser("eval", help=about, description=about))
     return top
 
 

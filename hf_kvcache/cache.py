@@ -41,7 +41,7 @@ class KVCache(DynamicCache):
         policy: which tokens stay; None keeps all.
         codec: how rows are written beyond the exact window, a `hf_kvcache.codecs.Codec` or the name of
             one (`hf_kvcache.codecs.PRESETS`); None writes full precision.
-            Full-attention layers only: windowed ones are small. A policy that overwrites single rows (`HeavyHitter`,
+            Full-attention layers, and with `scope="all"` sliding ones where the policy keeps all. A policy that overwrites single rows (`HeavyHitter`,
             `SnapKV(decode_budget=...)`) needs a codec whose rows are complete in themselves (`Rotated`).
         offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
             raises `NotImplementedError`.
@@ -125,7 +125,7 @@ class KVCache(DynamicCache):
             )
         if codec is not None and not coded:
             raise NotImplementedError(
-                f"{technique}: the codec would change nothing: this model has no full-attention layer. Leave it None."
+                f"{technique}: the codec would change nothing here: see `scope`, or leave `codec` None."
             )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
@@ -425,7 +425,10 @@ def _replace_layer(
     if scope == "all" and window is not None and attached:
         # Both kinds hold rows alike; they differ in what a query sees.
         limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
-        return KVLayer(policy.for_layer(index, count, window), **limit, **arguments)
+        of_layer = policy.for_layer(index, count, window)
+        if codec is not None and not chunked and not policy.drops:
+            arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
+        return KVLayer(of_layer, **limit, **arguments)
     return None
 
 
@@ -436,7 +439,8 @@ def layer_codec(
     assert codec is not None
     made = codec.for_layer(layer, layers, key_dim, value_dim)
     if policy.fifo_window is None:
-        return made
+        window = getattr(policy, "window", None)
+        return made if window is None else replace(made, residual_length=min(made.residual_length, window))
     residual = min(made.residual_length, policy.fifo_window)
     return replace(made, num_sink_tokens=policy.num_sink_tokens, residual_length=residual)
 

@@ -427,8 +427,14 @@ class KVLayer(CacheLayerMixin):
 
     def _compress(self) -> None:
         """Pack what has left the exact window (see `PackedStore`)."""
-        if isinstance(self.segments, PackedStore) and self.segments.compress(self.policy.reserve) and self._has_empty:
+        store = self.segments
+        if not isinstance(store, PackedStore) or not store.compress(self.policy.reserve):
+            return
+        if self._has_empty:
             self._complete = False  # short rows of a padded batch now stand aligned to their own start
+        # No later query sees what has left the layer's own window.
+        if self.sliding_window is not None and store.expire(self._seen - self.sliding_window + 1, only_packed=True):
+            self._has_empty, self._complete, self._last_drop = True, False, self._seen
 
     def _hold_back(self, step: Step) -> Step | None:
         """What must be kept of a step until it is known how much of it is rolled back."""
@@ -542,6 +548,8 @@ class KVLayer(CacheLayerMixin):
     def _expire(self, step: Step) -> Keep | None:
         """On a sliding or chunked layer: forget rows that no later query can see, now and then."""
         limit = self.sliding_window or self.chunk_size
+        if isinstance(self.segments, PackedStore):
+            return None  # they go with the next block that is packed
         if limit is None or step.rows.length < limit + max(limit, 32):
             return None
         return select(torch.where(step.valid(), step.rows.positions.double(), float("-inf")), limit)

@@ -40,7 +40,7 @@ def run_elsewhere(code: str, folder: Path, *flags: str) -> subprocess.CompletedP
 def test_metadata(installed: importlib.metadata.Distribution) -> None:
     assert installed.metadata["Name"] == "hf-kvcache"
     assert installed.metadata["Requires-Python"] == ">=3.10"
-    assert set(installed.metadata.get_all("Provides-Extra")) == {"kernels", "train", "demo", "test", "all"}
+    assert set(installed.metadata.get_all("Provides-Extra")) == {"kernels", "train", "demo", "eval", "test", "all"}
     required = {re.split(r"[ <>=;]", r)[0] for r in installed.requires or [] if "extra ==" not in r}
     assert required == {"torch", "transformers", "safetensors"}
 

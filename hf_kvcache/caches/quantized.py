@@ -19,7 +19,7 @@ class QuantizedKIVICache(KVCache):
 
     Args:
         model_or_config: the model (it is attached), or its config.
-        nbits: width of keys and values, or a list with one for each layer.
+        nbits: width of keys and values, a list with one for each layer, or a mean of two neighbouring widths.
         key_bits, value_bits: the width of one of the two.
         q_group_size: tokens that share a scale of a key channel, and channels that share one of a value.
         residual_length, num_sink_tokens: newest and first tokens that stay exact.
@@ -33,9 +33,9 @@ class QuantizedKIVICache(KVCache):
     def __init__(
         self,
         model_or_config: PreTrainedModel | PreTrainedConfig,
-        nbits: int | list[int] = 2,
-        key_bits: int | list[int] | None = None,
-        value_bits: int | list[int] | None = None,
+        nbits: float | list[int] = 2,
+        key_bits: float | list[int] | None = None,
+        value_bits: float | list[int] | None = None,
         q_group_size: int = 32,
         residual_length: int = 128,
         num_sink_tokens: int = 0,

@@ -111,14 +111,22 @@ class Codec:
 
 
 def check_bits(name: str, value: Any) -> None:
-    """A width, or one for each layer."""
+    """A width, one for each layer, or a mean of two neighbouring widths."""
+    if isinstance(value, float) and BITS[0] < value < BITS[-1]:
+        return
     widths = value if isinstance(value, (list, tuple)) else [value]
-    if not widths or any(isinstance(w, bool) or w not in BITS for w in widths):
-        raise ValueError(f"`{name}` must be one of {', '.join(map(str, BITS))}, or a list of these, got {value!r}")
+    if not widths or any(isinstance(w, (bool, float)) or w not in BITS for w in widths):
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(str, BITS))}, a list of these, or a number between, got {value!r}"
+        )
 
 
 def bits_at(name: str, value: Any, layer: int, layers: int) -> int:
-    """The width of one layer."""
+    """The width of one layer. A mean of two widths is spread evenly over the layers, the larger one coming first."""
+    if isinstance(value, float):
+        low, high = next((a, b) for a, b in zip(BITS, BITS[1:], strict=False) if a <= value <= b)
+        share = (value - low) / (high - low)
+        return high if math.ceil((layer + 1) * share - 1e-9) > math.ceil(layer * share - 1e-9) else low
     if not isinstance(value, (list, tuple)):
         return int(value)
     if len(value) != layers:

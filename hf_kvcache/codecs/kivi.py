@@ -17,7 +17,7 @@ class KIVI(Codec):
     window: `Hkv * (D * bits_k + D * bits_v) / 8` and 4 for the position.
 
     Args:
-        nbits: 2, 3, 4 or 8, or a list with one width for each layer.
+        nbits: 2, 3, 4 or 8; a list with one width for each layer; or a mean, as 2.5, which alternates two widths.
         key_bits, value_bits: the same for one of the two.
         q_group_size: elements that share a scale.
         residual_length: newest tokens that stay exact.
@@ -31,9 +31,9 @@ class KIVI(Codec):
 
     def __init__(
         self,
-        nbits: int | list[int] = 2,
-        key_bits: int | list[int] | None = None,
-        value_bits: int | list[int] | None = None,
+        nbits: float | list[int] = 2,
+        key_bits: float | list[int] | None = None,
+        value_bits: float | list[int] | None = None,
         q_group_size: int = 32,
         residual_length: int = 128,
         num_sink_tokens: int = 0,

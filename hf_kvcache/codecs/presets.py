@@ -11,7 +11,7 @@ from .kivi import KIVI
 from .rotated import Rotated
 
 
-def _rotated(key_bits: int, value_bits: int) -> Callable[..., Codec]:
+def _rotated(key_bits: float, value_bits: float) -> Callable[..., Codec]:
     def make(**arguments: Any) -> Codec:
         return Rotated(**{"key_bits": key_bits, "value_bits": value_bits} | arguments)
 
@@ -31,6 +31,7 @@ PRESETS: dict[str, Callable[..., Codec]] = {
     "rotated-4-3": _rotated(4, 3),
     "rotated-4-2": _rotated(4, 2),
     "rotated-3-2": _rotated(3, 2),
+    "rotated-2.5-2": _rotated(2.5, 2),
     "rotated-2": _rotated(2, 2),
     "kivi-8": _kivi(8),
     "kivi-4": _kivi(4),

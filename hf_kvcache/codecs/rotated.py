@@ -28,7 +28,7 @@ class Rotated(Codec):
     for the position.
 
     Args:
-        nbits: 2, 3, 4 or 8, or a list with one width for each layer.
+        nbits: 2, 3, 4 or 8; a list with one width for each layer; or a mean, as 2.5, which alternates two widths.
         key_bits, value_bits: the same for one of the two.
         residual_length: newest tokens that stay exact.
         num_sink_tokens: first tokens that stay exact.
@@ -42,9 +42,9 @@ class Rotated(Codec):
 
     def __init__(
         self,
-        nbits: int | list[int] = 4,
-        key_bits: int | list[int] | None = None,
-        value_bits: int | list[int] | None = None,
+        nbits: float | list[int] = 4,
+        key_bits: float | list[int] | None = None,
+        value_bits: float | list[int] | None = None,
         residual_length: int = 128,
         num_sink_tokens: int = 4,
         levels: str = "uniform",

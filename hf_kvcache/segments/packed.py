@@ -122,12 +122,12 @@ class Side:
             self.base = torch.zeros(batch, heads, 1, 1, dtype=torch.float16, device=device)
         self.packed, self.tiles = new, tiles
 
-    def write(self, part: slice | torch.Tensor, slot: int, new: Packed) -> None:
+    def write(self, part: slice | torch.Tensor, slot: int, new: Packed, first_rows: bool) -> None:
         """Put freshly packed rows of the batch rows `part` at `slot`; the first tile may be half full."""
         assert self.packed is not None
         tile = 2 * self.half
         if self.base is not None:
-            if slot == 0:
+            if first_rows:
                 self.base[part] = 4 * new.scale.amax((2, 3), keepdim=True)
             new = new._replace(scale=log_scale(new.scale, self.base[part]))
         first, count = slot // tile, new.codes.shape[self._tile_dim]
@@ -179,7 +179,8 @@ class Side:
         after = -slots % (2 * self.half)
         whole = torch.nn.functional.pad(codes, (0, 0, 0, after))
         self.base = None
-        self.write(slice(None), 0, Packed(pack_codes(whole, self.fmt.bits, self.role, self.half), scale, zero))
+        codes = pack_codes(whole, self.fmt.bits, self.role, self.half)
+        self.write(slice(None), 0, Packed(codes, scale, zero), first_rows=False)
         self.base = base
 
     def decoded(self, slots: int) -> torch.Tensor:
@@ -266,6 +267,7 @@ class PackedStore:
         self.mean: torch.Tensor | None = None  # [B, H, D] float16, where the codec centres keys
         self.used: list[int] = []  # slots of each batch row
         self.fronts: list[int] = []  # front rows of each batch row
+        self.begun: list[int] = []  # 1 where a batch row has statistics, from the first rows that it packed
         self._ragged = False  # some row of the tail may be empty, or out of order
         self._turns: dict[tuple[str, torch.device], torch.Tensor] = {}
 
@@ -446,6 +448,7 @@ class PackedStore:
         if not self.used:
             self.used = [0] * rows.keys.shape[0]
             self.fronts = [0] * rows.keys.shape[0]
+            self.begun = [0] * rows.keys.shape[0]
 
     def mark(self, positions: torch.Tensor) -> None:
         """Rewrite the positions of the newest rows."""
@@ -473,22 +476,24 @@ class PackedStore:
             return False
         if order is not None:
             rows = rows.gather(order)
-        plans: dict[tuple[int, int, int, int], list[int]] = {}
+        plans: dict[tuple[int, int, int, int, int], list[int]] = {}
         for b in range(batch):
             if blocks[b]:
-                plans.setdefault((n - live[b], missing[b], blocks[b] * c.block, self.used[b]), []).append(b)
-        most = max(slot + count for (_, _, count, slot) in plans)
+                plan = (n - live[b], missing[b], blocks[b] * c.block, self.used[b], self.begun[b])
+                plans.setdefault(plan, []).append(b)
+        most = max(slot + count for (_, _, count, slot, _) in plans)
         self._reserve(rows, max(most, self.slots))
         left = list(live)
-        for (start, sinks, count, slot), members in plans.items():
+        for (start, sinks, count, slot, begun), members in plans.items():
             part: slice | torch.Tensor = slice(None)
             if len(members) < batch:
                 part = torch.tensor(members, device=rows.keys.device)
             mine = rows.map(lambda t, part=part: t[part])  # type: ignore[misc]
             if sinks:
                 self._to_front(part, mine, start, c.num_sink_tokens - sinks, sinks)
-            self._pack(part, mine, start, start + sinks, count, slot)
+            self._pack(part, mine, start, start + sinks, count, slot, not begun)
             for b in members:
+                self.begun[b] = 1
                 self.used[b] = slot + count
                 self.fronts[b] = c.num_sink_tokens
                 left[b] -= sinks + count
@@ -538,28 +543,38 @@ class PackedStore:
         for name, tensor in rows.tensors().items():
             held[name][part, :, have : have + count] = tensor[:, :, start : start + count].to(held[name].dtype)
 
-    def _pack(self, part: slice | torch.Tensor, rows: Rows, oldest: int, start: int, count: int, slot: int) -> None:
+    def _pack(
+        self,
+        part: slice | torch.Tensor,
+        rows: Rows,
+        oldest: int,
+        start: int,
+        count: int,
+        slot: int,
+        first_rows: bool,
+    ) -> None:
         assert self.keys is not None and self.values is not None and self._positions is not None
         stop = start + count
         keys = rows.keys[:, :, start:stop].float()
         if self.codec.centre_keys:
             # The exact window counts too, but nothing beyond it: a draft that came along leaves no trace.
             every = rows.keys[:, :, oldest : stop + self.codec.residual_length]
-            keys = keys - self._mean_of(part, every, slot)[:, :, None]
+            keys = keys - self._mean_of(part, every, first_rows)[:, :, None]
         for side, x in ((self.keys, keys), (self.values, rows.values[:, :, start:stop].float())):
             turn = self._turn(side.role)
             x = x if turn is None else torch.matmul(x, turn)
-            side.write(part, slot, quantize_pack(x, side.fmt, side.role, side.half, slot % (2 * side.half)))
+            packed = quantize_pack(x, side.fmt, side.role, side.half, slot % (2 * side.half))
+            side.write(part, slot, packed, first_rows)
         self._positions[part, :, slot : slot + count] = rows.positions[:, :, start:stop]
         if self._scores is not None and rows.scores is not None:
             self._scores[part, :, slot : slot + count] = rows.scores[:, :, start:stop]
 
-    def _mean_of(self, part: slice | torch.Tensor, every: torch.Tensor, slot: int) -> torch.Tensor:
+    def _mean_of(self, part: slice | torch.Tensor, every: torch.Tensor, first_rows: bool) -> torch.Tensor:
         """`[b, H, D]`: the mean that the keys of these batch rows are coded around, from the rows first at hand."""
         if self.mean is None:
             heads, dim = every.shape[1], every.shape[3]
             self.mean = every.new_zeros(len(self.used), heads, dim, dtype=torch.float16)
-        if slot == 0:
+        if first_rows:
             self.mean[part] = every.float().mean(2).half()
         return self.mean[part].float()
 
@@ -618,7 +633,7 @@ class PackedStore:
                 whole = torch.cat([new[:, :, :f], old, new[:, :, f:]], dim=2)
                 table.append(whole.gather(2, index[..., None].expand(-1, -1, -1, whole.shape[-1])))
             moved[side.role] = (table[0], table[1], table[2])  # type: ignore[assignment]
-        mean = self.mean
+        mean, begun = self.mean, self.begun
         halves = {"keys": self.keys, "values": self.values}
         n = kept.length
         counts = [max(0, (count - residual - sinks) // block * block) for count in live]
@@ -627,7 +642,7 @@ class PackedStore:
             return
         self.clear()
         self.used, self.fronts = counts, [min(sinks, count) if c else 0 for count, c in zip(live, counts, strict=True)]
-        self.mean = mean
+        self.mean, self.begun = mean, begun
         self.tail.replace(kept, reserve)
         self.keys, self.values = halves["keys"], halves["values"]
         slots = max(counts)
@@ -713,15 +728,15 @@ class PackedStore:
             self.front.positions = self.front.positions.expand(-1, heads, -1).contiguous()
         self.tail.widen_positions()
 
-    def expire(self, before: int) -> bool:
-        """Forget rows of positions under `before`, but for the front. Whether any went.
+    def expire(self, before: int, only_packed: bool = False) -> bool:
+        """Forget rows of positions under `before`, but for the front (and the tail, if asked). Whether any went.
 
         Rows vanish from sight at once, and from memory when whole tiles of them have gone.
         """
-        if min(self.fronts) < self.codec.num_sink_tokens:
+        if min(self.fronts) < self.codec.num_sink_tokens and not only_packed:
             self._fill_front()
         gone = False
-        tables = [self.tail.rows.positions]
+        tables = [] if only_packed else [self.tail.rows.positions]
         if self.has_packed and self._positions is not None:
             tables.append(self._positions[:, :, : self.slots])
         for table in tables:
@@ -730,7 +745,7 @@ class PackedStore:
                 table.masked_fill_(old, EMPTY)
                 gone = True
         if gone:
-            self._ragged = True
+            self._ragged = self._ragged or not only_packed
             self._sweep()
         return gone
 
@@ -832,6 +847,7 @@ class PackedStore:
             setattr(self, name, None if tensor is None else fn(tensor))
         self.used = fn(torch.tensor(self.used, dtype=torch.int64)).tolist()
         self.fronts = fn(torch.tensor(self.fronts, dtype=torch.int64)).tolist()
+        self.begun = fn(torch.tensor(self.begun, dtype=torch.int64)).tolist()
 
     # ------------------------------------------------------------------ files
 
@@ -852,7 +868,9 @@ class PackedStore:
                 parts |= {f"packed.{side.role}.{name}": t for name, t in side.trimmed(self.slots).items()}
         if self.front is not None:
             parts |= {f"packed.front.{name}": tensor for name, tensor in self.front.tensors().items()}
-        return {"used": self.used, "fronts": self.fronts, "ragged": self._ragged, "half": half}, parts
+        begun = self.begun if self.has_packed else [0] * len(self.begun)  # statistics are kept with the rows
+        numbers = {"used": self.used, "fronts": self.fronts, "begun": begun}
+        return {**numbers, "ragged": self._ragged, "half": half}, parts
 
     def check_state(self, state: Any, parts: dict[str, torch.Tensor], tail: Rows, seen: int) -> None:
         """Raise `ValueError` unless these make a store of this codec. Changes nothing."""
@@ -863,8 +881,12 @@ class PackedStore:
         batch, heads, _, key_dim = tail.keys.shape
         value_dim = tail.values.shape[-1]
         codec = self._make(key_dim, value_dim)
-        used, fronts, half = state["used"], state["fronts"], state["half"]
-        for name, counts, most in (("used", used, seen + codec.block), ("fronts", fronts, codec.num_sink_tokens)):
+        used, fronts, begun, half = state["used"], state["fronts"], state["begun"], state["half"]
+        for name, counts, most in (
+            ("used", used, seen + codec.block),
+            ("fronts", fronts, codec.num_sink_tokens),
+            ("begun", begun, 1),
+        ):
             numbers = isinstance(counts, list) and all(type(n) is int and 0 <= n <= most for n in counts)
             if not numbers or len(counts) != batch:
                 raise ValueError(f"{name} is {counts!r}")
@@ -925,7 +947,8 @@ class PackedStore:
         """The reverse of `state`, on checked parts."""
         self.clear()
         self._meet(tail)
-        self.used, self.fronts, self._ragged = list(state["used"]), list(state["fronts"]), state["ragged"]
+        self.used, self.fronts, self.begun = list(state["used"]), list(state["fronts"]), list(state["begun"])
+        self._ragged = state["ragged"]
         front = {name[13:]: t.clone() for name, t in parts.items() if name.startswith("packed.front.")}
         self.front = Rows(**front) if front else None
         self.tail.replace(tail, self.codec.block)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# More products than this are cheaper as one batched call, copy or not.
+# More products than this are cheaper as one batched call, copy or not; so are operands of few rows.
 MANY = 64
+FEW = 512
 
 
 def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -15,6 +16,7 @@ def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     has room to grow; one product for each head reads it where it lies (the same result, three times as fast).
     """
     slack = b.ndim == 4 and b.stride(1) != b.shape[2] * b.shape[3] and b.shape[:2] == a.shape[:2]
+    slack = slack and max(b.shape[2:]) > FEW
     if b.device.type != "cpu" or b.dtype == torch.float32 or not slack or b.shape[0] * b.shape[1] > MANY:
         return torch.matmul(a, b)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):

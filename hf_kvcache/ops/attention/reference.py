@@ -58,7 +58,9 @@ def finished_logits(
 ) -> torch.Tensor:
     """Products of queries and keys `[B, Hk, G, Q, S]` as logits: scaled, capped, biased and masked."""
     hk, group = products.shape[1:3]
-    logits = products.float() * extras.scaling
+    logits = products.float()
+    if extras.scaling != 1.0:
+        logits = logits * extras.scaling
     if extras.softcap is not None:
         logits = torch.tanh(logits / extras.softcap) * extras.softcap
     if bias is not None:

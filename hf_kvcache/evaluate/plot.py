@@ -1,0 +1,76 @@
+"""A picture of what `evaluate` measured: fidelity over size, and which caches no other one beats in both."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import windows_of
+
+X_AXES = {
+    "bits": ("bits_per_element", "bits per element of the prompt's keys and values"),
+    "bytes": ("bytes_at_end", "bytes held at the end, as a share of the full cache's"),
+}
+# A logarithmic axis has no place for zero; below this, KL is rounding.
+LEAST_KL = 1e-7
+
+
+def require() -> None:
+    """Raise `ImportError` where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("plots need matplotlib: pip install 'hf-kvcache[eval]'")
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other one beats in x and y both (smaller is better), from left to right."""
+    found: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: points[i]):
+        if not found or points[index][1] < points[found[-1]][1]:
+            found.append(index)
+    return found
+
+
+def pareto(result: Mapping[str, Any], path: str | Path, x: str = "bits") -> None:
+    """Write a PNG of KL over `x` (`"bits"` or `"bytes"`), a labelled point for each cache, the lower left front drawn.
+
+    Raises `ImportError` where matplotlib is not installed.
+    """
+    require()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    name, axis = X_AXES[x]
+    specs = [cache["spec"] for cache in result["caches"]]
+    points = [(cache[name], max(cache["kl"], LEAST_KL)) for cache in result["caches"]]
+    best = front(points)
+    # No pyplot: it would choose a backend for the whole process.
+    figure = Figure(figsize=(11.5, 6.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_yscale("log")
+    kinds = sorted({_kind(spec) for spec in specs})
+    axes.plot(*zip(*(points[i] for i in best), strict=True), color="0.6", linewidth=1.2, zorder=1, label="front")
+    # Specs are long and points lie close: each has its number, and the legend says what that stands for.
+    for number, (spec, point) in enumerate(zip(specs, points, strict=True), start=1):
+        colour = f"C{kinds.index(_kind(spec)) % 10}"
+        axes.scatter(*point, s=110, color=colour, alpha=0.85, edgecolors="white", label=f"{number}  {spec}", zorder=3)
+        axes.annotate(f"{number}", point, ha="center", va="center_baseline", fontsize=6.5, color="white", zorder=4)
+    axes.margins(0.06)
+    axes.set_xlabel(axis)
+    axes.set_ylabel("KL from the full cache (nats per token)")
+    asked, model = result["arguments"], result["model"]
+    axes.set_title(
+        f"{Path(model['name']).name}, {model['dtype']}: prompts of {asked['prompt']:,} tokens, "
+        f"{asked['tokens']} fed one at a time,\n{windows_of(result)}",
+        fontsize=10,
+    )
+    axes.grid(True, which="major", color="0.92")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.savefig(path, format="png")
+
+
+def _kind(spec: str) -> str:
+    """The techniques of a spec without their arguments: points of one kind share a colour."""
+    return "+".join(part.partition(":")[0].strip() for part in spec.split("+"))

@@ -1,0 +1,3 @@
+from .dispatch import gather_rows
+
+__all__ = ["gather_rows"]
