@@ -26,7 +26,7 @@ from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
 from .policies.base import LayerPolicy, Policy
 from .segments import PackedStore, capacity_for
-from .segments.packed import half_for, tiles_for
+from .segments.side import half_for, tiles_for
 
 
 class KVCache(DynamicCache):
@@ -39,10 +39,10 @@ class KVCache(DynamicCache):
         model_or_config: the model (it is attached, see `attach`) or its config. Policies that drop tokens need the
             model.
         policy: which tokens stay; None keeps all.
-        codec: how rows are written beyond the exact window, a `hf_kvcache.codecs.Codec` or the name of
-            one (`hf_kvcache.codecs.PRESETS`); None writes full precision.
-            Full-attention layers, and with `scope="all"` sliding ones where the policy keeps all. A policy that overwrites single rows (`HeavyHitter`,
-            `SnapKV(decode_budget=...)`) needs a codec whose rows are complete in themselves (`Rotated`).
+        codec: how rows are written beyond the exact window: a `hf_kvcache.codecs.Codec` or the name of one
+            (`hf_kvcache.codecs.PRESETS`); None writes full precision. For full-attention layers, and with
+            `scope="all"` for sliding ones where the policy keeps all. A policy that overwrites single rows
+            (`HeavyHitter`, `SnapKV(decode_budget=...)`) needs a codec of self-contained rows (`Rotated`).
         offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
             raises `NotImplementedError`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers

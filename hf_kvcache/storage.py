@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .layer import KVLayer
 from .policies.base import Policy
-from .segments import PackedStore, Rows
+from .segments import PackedStore, Rows, packed_file
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -238,7 +238,7 @@ def _kv_state(layer: KVLayer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     state = {"kind": type(layer).__name__, **layer.state()}
     store = layer.segments
     if isinstance(store, PackedStore) and not store.is_empty:
-        state["store"], parts = store.state()
+        state["store"], parts = packed_file.state_of(store)
     else:
         parts = {} if store.is_empty else dict(store.rows.tensors())
     if layer.padding is not None:
@@ -268,7 +268,7 @@ def _check_kv(layer: KVLayer, state: dict[str, Any], parts: dict[str, torch.Tens
     packed = {name: tensor for name, tensor in parts.items() if name.startswith("packed.")}
     if isinstance(layer.segments, PackedStore):
         tail = Rows(keys, values, positions, parts.get("scores"))
-        layer.segments.check_state(state.get("store"), packed, tail, state["seen"])
+        packed_file.check_state(layer.segments, state.get("store"), packed, tail, state["seen"])
     elif packed or state.get("store") is not None:
         raise ValueError("packed rows in a layer without a codec")
     if "scores" in parts and parts["scores"].shape != keys.shape[:3]:
@@ -289,7 +289,7 @@ def _set_kv(layer: KVLayer, state: dict[str, Any], parts: dict[str, torch.Tensor
     if table:
         rows = Rows(**table)
         if isinstance(layer.segments, PackedStore) and state.get("store") is not None:
-            layer.segments.load_state(state["store"], store_parts, rows)
+            packed_file.load_state(layer.segments, state["store"], store_parts, rows)
         elif state["packed"]:
             layer.segments.replace(rows, layer.policy.reserve)
         else:

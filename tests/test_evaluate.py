@@ -104,7 +104,7 @@ def test_presets_are_specs(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nope", r"unknown cache 'nope'.*kv, snapkv, h2o, window.*kivi, rotated, float8"),
+        ("nope", r"unknown cache 'nope'.*kv, snapkv, h2o, window.*rotated-4.*kivi-2"),
         ("", "unknown cache ''"),
         ("kivi:bits=4", "kivi takes no argument 'bits'; it takes nbits"),
         ("kivi:nbits", "expected name=value, got 'nbits'"),

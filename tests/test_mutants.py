@@ -44,8 +44,8 @@ MUTANTS = {
     ),
     "crop off by one": (
         "layer.py",
-        "        self.segments.crop(n)\n        self._seen -= n\n",
-        "        self.segments.crop(n - 1)\n        self._seen -= n\n",
+        "        self.segments.crop(n, self._seen - n)\n        self._seen -= n\n",
+        "        self.segments.crop(n - 1, self._seen - n)\n        self._seen -= n\n",
         "test_crop_without_recording_is_exact_or_refused",
     ),
     "reorder of keys only": (
@@ -76,9 +76,57 @@ MUTANTS = {
         "test_prompt_then_decode",
     ),
 }
+CODEC_MUTANTS = {
+    "the exact window is one short": (
+        "cache.py",
+        "    made = codec.for_layer(layer, layers, key_dim, value_dim)\n",
+        "    made = codec.for_layer(layer, layers, key_dim, value_dim)\n"
+        "    made = replace(made, residual_length=max(0, made.residual_length - 1))\n",
+        "test_both_ends_are_exact and kivi4",
+    ),
+    "blocks of a padded row begin at its padding": (
+        "segments/packed.py",
+        "            live = (rows.positions[:, 0] != EMPTY).sum(-1).tolist()\n            order",
+        "            live = [n] * batch\n            order",
+        "test_a_padded_row_is_written and kivi4",
+    ),
+    "a block is coded from decoded rows": (
+        "segments/packed.py",
+        "        stop = start + count\n        keys = rows.keys[:, :, start:stop].float()\n",
+        "        stop = start + count\n        keys = rows.keys[:, :, start:stop].float().round(decimals=1)\n",
+        "test_packed_rows_are and kivi4-llama-sdpa-1",
+    ),
+    "reorder of codes, not of scales": (
+        "segments/side.py",
+        "self.packed = Packed(fn(codes), fn(scale), None if zero is None else fn(zero))",
+        "self.packed = Packed(fn(codes), scale[: fn(codes).shape[0]], zero)",
+        "test_batch_operations and rotated3",
+    ),
+    "a half-filled tile is overwritten": (
+        "segments/side.py",
+        "self.packed.codes[(*index, first)] |= new.codes",
+        "self.packed.codes[(*index, first)] = new.codes",
+        "test_packed_rows_are and kivi4-llama-sdpa-1",
+    ),
+    "a draft sees its block exact": (
+        "attention.py",
+        "    cuts = store.due(new) if draft and query.shape[0] == 1 and not layer.has_empty else []\n",
+        "    cuts = []\n",
+        "test_a_draft_that_crosses and kivi4",
+    ),
+    "the turn of values is not undone": (
+        "ops/decode_attention/dispatch.py",
+        "output = torch.matmul(output, packed.value_turn.float().transpose(-1, -2))",
+        "output = torch.matmul(output, packed.value_turn.float())",
+        "test_packed_rows_are and rotated3-llama-sdpa-1",
+    ),
+}
 
 
-def run_tests(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
+CATCHING = "tests/test_directed.py"
+
+
+def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-m",
@@ -87,7 +135,7 @@ def run_tests(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/test_directed.py",
+        file,
         "-k",
         test,
     ]
@@ -102,6 +150,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tests").mkdir()
     for name in ("test_directed.py", "test_state_machine.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
+    shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
 
 
@@ -110,15 +159,15 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = MUTANTS[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        result = run_tests(tree, test)
+        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else CATCHING)
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

@@ -191,8 +191,9 @@ def log_scale(scale: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def linear_scale(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The reverse of `log_scale`, float32. Two passes over integers: it is done at every step."""
-    return torch.sub(base.float().view(torch.int32), code.int(), alpha=_SCALE_STEP).clamp_(min=0).view(torch.float32)
+    """The reverse of `log_scale`, float32 (float16 on a GPU). A few passes over integers: it is done at every step."""
+    scale = torch.sub(base.float().view(torch.int32), code.int(), alpha=_SCALE_STEP).clamp_(min=0).view(torch.float32)
+    return scale.half() if scale.is_cuda else scale
 
 
 # Steps of the uniform quantizer with the least squared error on a unit Gaussian.

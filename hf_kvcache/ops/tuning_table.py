@@ -1,9 +1,10 @@
 """Launch parameters of decode attention: `{gpu: {"bits x head size": tuning.Entry}}`, bits 16 for exact rows alone.
 
-None of these entries was measured: they follow from registers and shared memory of the compiled kernels. At 192 to 231
+None of these entries was measured: they follow from registers and shared memory of the compiled kernels. At up to 255
 registers an SM holds 8 programs of one warp; two stages of 64 tokens take 18 to 23 KB of shared memory each, so 8 fit
-into the 163 KB of sm_80 too (6 at head size 256). Programs are to fill the GPU once. A third stage would cost occupancy
-for bytes that are already in flight: 8 programs x 5 to 9 KB per SM, where latency times bandwidth asks for about 25 KB.
+into the 163 KB of sm_80 too (7 with 8-bit codes; 4 at head size 256). Programs are to fill the GPU once. A third stage
+would cost occupancy for bytes that are already in flight: 8 programs x 5 to 9 KB per SM, where latency times bandwidth
+asks for about 25 KB.
 `python tests/gpu/check.py --tune` rewrites the entries of the GPU that it runs on.
 """
 

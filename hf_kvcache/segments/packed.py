@@ -18,27 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.decode_attention import PackedRows
-from ..ops.decode_attention.cpu import native_half
-from ..ops.dequantize import dequantize
-from ..ops.packed import Format, Packed, codes_shape, linear_scale, log_scale, pack_codes, unpack_codes
-from ..ops.quantize_pack import quantize, quantize_pack
+from ..ops.packed import Packed
+from ..ops.quantize_pack import quantize_pack
 from .dense import EMPTY, DenseSegment, Rows
+from .side import Side, clear_codes, half_for, tiles_for
 
 if TYPE_CHECKING:
     from ..codecs.base import LayerCodec
 
 LAST = torch.iinfo(torch.int32).max
-
-
-def half_for(device: torch.device) -> int:
-    """Half the tile that suits the kernels of a device."""
-    return native_half() or 32 if device.type == "cpu" else 32
-
-
-def tiles_for(slots: int, half: int) -> int:
-    """Tiles allocated when `slots` rows are packed: 1/32 more than needed, at least one."""
-    needed = -(-slots // (2 * half))
-    return needed + max(1, needed // 32)
 
 
 class LazyRows(Rows):
@@ -69,177 +57,6 @@ class LazyRows(Rows):
         return self._read[which]
 
 
-class Side:
-    """The packed keys, or the packed values, of a layer: buffers that grow by tiles."""
-
-    def __init__(self, fmt: Format, role: str, half: int, dim: int) -> None:
-        self.fmt, self.role, self.half, self.dim = fmt, role, half, dim
-        self.tiles = 0  # allocated
-        self.packed: Packed | None = None
-        self.base: torch.Tensor | None = None  # [B, H, 1, 1] float16, where scales are 8-bit logarithms
-
-    @property
-    def _tile_dim(self) -> int:
-        return 2 if self.role == "keys" else 3
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        if self.packed is None:
-            return {}
-        return {name: t for name, t in (*self.packed._asdict().items(), ("base", self.base)) if t is not None}
-
-    def rows(self, slots: int) -> Packed:
-        """The first `slots` slots as the operations take them, with linear scales."""
-        assert self.packed is not None
-        if self.base is None:
-            return self.packed
-        return self.packed._replace(scale=linear_scale(self.packed.scale[:, :, :slots], self.base))
-
-    def _stored(self, scale: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-        return scale if base is None else log_scale(scale, base)
-
-    def reserve(self, batch: int, heads: int, tiles: int, device: torch.device) -> None:
-        """Room for `tiles` tiles; what is held stays."""
-        if self.packed is not None and tiles <= self.tiles:
-            return
-        slots = tiles * 2 * self.half
-        fmt = self.fmt
-        groups = (-(-slots // fmt.group), self.dim) if fmt.axis == "channel" else (slots, self.dim // fmt.group)
-        shape = codes_shape((batch, heads, slots, self.dim), fmt.bits, self.role, self.half)
-        new = Packed(
-            # Zeros, not garbage: what is packed later is merged into half-filled tiles.
-            torch.zeros(shape, dtype=torch.uint8, device=device),
-            torch.zeros(
-                batch, heads, *groups, dtype=torch.float16 if fmt.scale_bits == 16 else torch.uint8, device=device
-            ),
-            torch.zeros(batch, heads, *groups, dtype=torch.float16, device=device) if fmt.has_zero else None,
-        )
-        if self.packed is not None:
-            for old, into in zip(self.packed, new, strict=True):
-                if old is not None and into is not None:
-                    dim = self._tile_dim if old is self.packed.codes else 2
-                    into.narrow(dim, 0, old.shape[dim]).copy_(old)
-        elif fmt.scale_bits == 8:
-            self.base = torch.zeros(batch, heads, 1, 1, dtype=torch.float16, device=device)
-        self.packed, self.tiles = new, tiles
-
-    def write(self, part: slice | torch.Tensor, slot: int, new: Packed, first_rows: bool) -> None:
-        """Put freshly packed rows of the batch rows `part` at `slot`; the first tile may be half full."""
-        assert self.packed is not None
-        tile = 2 * self.half
-        if self.base is not None:
-            if first_rows:
-                self.base[part] = 4 * new.scale.amax((2, 3), keepdim=True)
-            new = new._replace(scale=log_scale(new.scale, self.base[part]))
-        first, count = slot // tile, new.codes.shape[self._tile_dim]
-        index: list[Any] = [part] + [slice(None)] * (self._tile_dim - 1)
-        if slot % tile:
-            self.packed.codes[(*index, first)] |= new.codes.select(self._tile_dim, 0)
-            new, first, count = new._replace(codes=new.codes.narrow(self._tile_dim, 1, count - 1)), first + 1, count - 1
-        if count:
-            self.packed.codes[(*index, slice(first, first + count))] = new.codes
-        start = slot // self.fmt.group if self.fmt.axis == "channel" else slot
-        for mine, theirs in ((self.packed.scale, new.scale), (self.packed.zero, new.zero)):
-            if mine is not None and theirs is not None:
-                mine[part, :, start : start + theirs.shape[2]] = theirs
-
-    def trimmed(self, slots: int) -> dict[str, torch.Tensor]:
-        """The tensors that hold the first `slots` slots."""
-        table = self.tensors()
-        tiles = -(-slots // (2 * self.half))
-        groups = -(-slots // self.fmt.group) if self.fmt.axis == "channel" else slots
-        table["codes"] = table["codes"].narrow(self._tile_dim, 0, tiles)
-        return {name: t[:, :, :groups] if name in ("scale", "zero") else t for name, t in table.items()}
-
-    def restore(self, table: dict[str, torch.Tensor]) -> None:
-        """The reverse of `trimmed`, into buffers that have room."""
-        assert self.packed is not None
-        for name, tensor in table.items():
-            if name == "base":
-                self.base = tensor.clone()
-                continue
-            into = getattr(self.packed, name)
-            dim = self._tile_dim if name == "codes" else 2
-            into.narrow(dim, 0, min(tensor.shape[dim], into.shape[dim])).copy_(
-                tensor.narrow(dim, 0, min(tensor.shape[dim], into.shape[dim]))
-            )
-
-    def codes(self, slots: int) -> torch.Tensor:
-        """Unpacked codes, uint8 `[B, H, slots, D]`."""
-        assert self.packed is not None
-        tiles = -(-slots // (2 * self.half))
-        codes = self.packed.codes.narrow(self._tile_dim, 0, tiles)
-        return unpack_codes(codes, self.fmt.bits, self.role, self.dim)[:, :, :slots]
-
-    def set_codes(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> None:
-        """Hold these rows (of a format that is per token), their scales as they are stored."""
-        base = self.base
-        self.packed, self.tiles, self.base = None, 0, None
-        slots = codes.shape[2]
-        self.reserve(codes.shape[0], codes.shape[1], tiles_for(slots, self.half), codes.device)
-        after = -slots % (2 * self.half)
-        whole = torch.nn.functional.pad(codes, (0, 0, 0, after))
-        self.base = None
-        codes = pack_codes(whole, self.fmt.bits, self.role, self.half)
-        self.write(slice(None), 0, Packed(codes, scale, zero), first_rows=False)
-        self.base = base
-
-    def decoded(self, slots: int) -> torch.Tensor:
-        """float32 `[B, H, slots, D]`."""
-        assert self.packed is not None
-        tiles = -(-slots // (2 * self.half))
-        codes = self.packed.codes.narrow(self._tile_dim, 0, tiles)
-        return dequantize(self.rows(slots)._replace(codes=codes), self.fmt, self.role, self.dim, slots, torch.float32)
-
-    def overwrite(self, slot: torch.Tensor, rows: torch.Tensor, where: torch.Tensor) -> None:
-        """Write exact rows `[B, H, 1, D]` into slots `[B, H]`, one for each head, where `where` `[B, H]` is True."""
-        assert self.packed is not None
-        codes, scale, zero = quantize(rows, self.fmt)
-        scale = self._stored(scale, self.base)
-        tile = 2 * self.half
-        b = torch.arange(slot.shape[0], device=slot.device)[:, None].expand_as(slot)
-        h = torch.arange(slot.shape[1], device=slot.device)[None].expand_as(slot)
-        b, h, slot = b[where], h[where], slot[where]
-        # The tile of each slot is taken out, changed and put back.
-        at = (b, h, slot // tile) if self.role == "keys" else (b, h, slice(None), slot // tile)
-        tiles = self.packed.codes[at]  # [n, rows, half] or [n, blocks, rows, v]
-        if self.role == "keys":
-            plain = unpack_codes(tiles[:, None, None], self.fmt.bits, "keys", self.dim)  # [n, 1, tile, D]
-        else:
-            plain = unpack_codes(tiles[:, None, :, None], self.fmt.bits, "values", self.dim)
-        n = torch.arange(slot.shape[0], device=slot.device)
-        plain[n, 0, slot % tile] = codes[b, h, 0]
-        again = pack_codes(plain, self.fmt.bits, self.role, self.half)
-        self.packed.codes[at] = again[:, 0, 0] if self.role == "keys" else again[:, 0, :, 0]
-        self.packed.scale[b, h, slot] = scale[b, h, 0]
-        if self.packed.zero is not None and zero is not None:
-            self.packed.zero[b, h, slot] = zero[b, h, 0]
-
-    def drop_front(self, slots: int, used: int) -> None:
-        """Forget the first `slots` slots (whole tiles and groups)."""
-        assert self.packed is not None
-        tile = 2 * self.half
-        tiles = -(-(used - slots) // tile)
-        step = self.fmt.group if self.fmt.axis == "channel" else 1
-        kept = Packed(
-            self.packed.codes.narrow(self._tile_dim, slots // tile, tiles),
-            self.packed.scale[:, :, slots // step : -(-used // step)],
-            None if self.packed.zero is None else self.packed.zero[:, :, slots // step : -(-used // step)],
-        )
-        for held, part in zip(self.packed, kept, strict=True):
-            if held is not None and part is not None:
-                dim = self._tile_dim if held is self.packed.codes else 2
-                length = part.shape[dim]
-                held.narrow(dim, 0, length).copy_(part.clone())
-                if held is self.packed.codes:
-                    held.narrow(dim, length, held.shape[dim] - length).zero_()
-
-    def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.packed is not None:
-            codes, scale, zero = self.packed
-            self.packed = Packed(fn(codes), fn(scale), None if zero is None else fn(zero))
-            self.base = None if self.base is None else fn(self.base)
-
-
 class PackedStore:
     """Rows of one layer in the codec's formats, exact at both ends. Lossy in the middle.
 
@@ -248,7 +65,7 @@ class PackedStore:
     """
 
     def __init__(self, make: Callable[[int, int], LayerCodec]) -> None:
-        self._make = make  # (key size, value size) -> the codec of this layer
+        self.make = make  # (key size, value size) -> the codec of this layer
         self._codec: LayerCodec | None = None
         self.clear()
 
@@ -262,13 +79,13 @@ class PackedStore:
         self.front: Rows | None = None
         self.keys: Side | None = None
         self.values: Side | None = None
-        self._positions: torch.Tensor | None = None  # [B, H|1, slots allocated]
-        self._scores: torch.Tensor | None = None
+        self.slot_positions: torch.Tensor | None = None  # [B, H|1, slots allocated]
+        self.slot_scores: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None  # [B, H, D] float16, where the codec centres keys
         self.used: list[int] = []  # slots of each batch row
         self.fronts: list[int] = []  # front rows of each batch row
         self.begun: list[int] = []  # 1 where a batch row has statistics, from the first rows that it packed
-        self._ragged = False  # some row of the tail may be empty, or out of order
+        self.is_ragged = False  # some row of the tail may be empty, or out of order
         self._turns: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     # ------------------------------------------------------------------ what it holds
@@ -283,11 +100,6 @@ class PackedStore:
         return 0 if self.front is None else self.front.length
 
     @property
-    def is_ragged(self) -> bool:
-        """Whether some row of the tail may be empty, or out of order."""
-        return self._ragged
-
-    @property
     def has_packed(self) -> bool:
         return self.slots > 0
 
@@ -295,8 +107,8 @@ class PackedStore:
     def has_holes(self) -> bool:
         """Whether some packed or front slot holds no token."""
         tables = [] if self.front is None else [self.front.positions]
-        if self.has_packed and self._positions is not None:
-            tables.append(self._positions[:, :, : self.slots])
+        if self.has_packed and self.slot_positions is not None:
+            tables.append(self.slot_positions[:, :, : self.slots])
         return any(bool((table == EMPTY).any()) for table in tables)
 
     @property
@@ -308,7 +120,7 @@ class PackedStore:
         return self.length == 0
 
     def _tensors(self) -> list[torch.Tensor]:
-        found = [t for t in (self._positions, self._scores, self.mean) if t is not None]
+        found = [t for t in (self.slot_positions, self.slot_scores, self.mean) if t is not None]
         for side in (self.keys, self.values):
             found += [] if side is None else list(side.tensors().values())
         return found + ([] if self.front is None else list(self.front.tensors().values()))
@@ -335,7 +147,7 @@ class PackedStore:
         if self.front is not None:
             parts.append(self.front.tensors()[name])
         if self.has_packed:
-            table = self._positions if name == "positions" else self._scores
+            table = self.slot_positions if name == "positions" else self.slot_scores
             assert table is not None
             parts.append(table[:, :, : self.slots])
         if not parts:
@@ -366,8 +178,8 @@ class PackedStore:
         f, s = self.front_length, self.slots
         if self.front is not None and self.front.scores is not None:
             self.front.scores.copy_(scores[..., :f])
-        if self._scores is not None:
-            self._scores[..., :s].copy_(scores[..., f : f + s])
+        if self.slot_scores is not None:
+            self.slot_scores[..., :s].copy_(scores[..., f : f + s])
         tail = self.tail.rows.scores
         assert tail is not None
         tail.copy_(scores[..., f + s :])
@@ -430,21 +242,21 @@ class PackedStore:
     def append(self, rows: Rows) -> None:
         """New rows go to the tail, exact."""
         if rows.length > 1:
-            self._ragged = True  # padding may stand between
-        self._meet(rows)
+            self.is_ragged = True  # padding may stand between
+        self.meet(rows)
         self.tail.append(rows)
 
     def replace(self, rows: Rows, reserve: int = 0) -> None:
         """Hold exactly `rows`, none of them packed yet."""
         self.clear()
-        self._meet(rows)
-        self._ragged = True
+        self.meet(rows)
+        self.is_ragged = True
         self.tail.replace(rows, reserve)
 
-    def _meet(self, rows: Rows) -> None:
+    def meet(self, rows: Rows) -> None:
         """Take the sizes from the first rows."""
         if self._codec is None:
-            self._codec = self._make(rows.keys.shape[-1], rows.values.shape[-1])
+            self._codec = self.make(rows.keys.shape[-1], rows.values.shape[-1])
         if not self.used:
             self.used = [0] * rows.keys.shape[0]
             self.fronts = [0] * rows.keys.shape[0]
@@ -452,7 +264,7 @@ class PackedStore:
 
     def mark(self, positions: torch.Tensor) -> None:
         """Rewrite the positions of the newest rows."""
-        self._ragged = True
+        self.is_ragged = True
         self.tail.rows.positions[:, :, -positions.shape[-1] :].copy_(positions)
 
     def compress(self, reserve: int = 0) -> bool:
@@ -468,7 +280,7 @@ class PackedStore:
             return False
         batch, n = rows.keys.shape[0], rows.length
         live, order = [n] * batch, None
-        if self._ragged:
+        if self.is_ragged:
             live = (rows.positions[:, 0] != EMPTY).sum(-1).tolist()
             order = rows.positions.argsort(dim=-1, stable=True)  # empty ones first, then by age
         blocks = [max(0, (live[b] - c.residual_length - missing[b]) // c.block) for b in range(batch)]
@@ -482,7 +294,7 @@ class PackedStore:
                 plan = (n - live[b], missing[b], blocks[b] * c.block, self.used[b], self.begun[b])
                 plans.setdefault(plan, []).append(b)
         most = max(slot + count for (_, _, count, slot, _) in plans)
-        self._reserve(rows, max(most, self.slots))
+        self.reserve(rows, max(most, self.slots))
         left = list(live)
         for (start, sinks, count, slot, begun), members in plans.items():
             part: slice | torch.Tensor = slice(None)
@@ -504,10 +316,10 @@ class PackedStore:
             gone = index[None] < longest - torch.tensor(left, device=rows.keys.device)[:, None]
             kept.positions = kept.positions.masked_fill(gone[:, None], EMPTY)
         self.tail.replace(kept, max(reserve, c.block))
-        self._ragged = min(left) < longest
+        self.is_ragged = min(left) < longest
         return True
 
-    def _reserve(self, rows: Rows, slots: int) -> None:
+    def reserve(self, rows: Rows, slots: int) -> None:
         """Room for `slots` slots in every table of packed rows."""
         batch, heads = rows.keys.shape[:2]
         device = rows.keys.device
@@ -522,10 +334,10 @@ class PackedStore:
         self.values.reserve(batch, heads, tiles, device)
         room = tiles * 2 * self.keys.half
         wide = rows.positions.shape[1]
-        if self._positions is None or self._positions.shape[2] < room or self._positions.shape[1] < wide:
-            self._positions = _grown(self._positions, (batch, wide, room), EMPTY, torch.int32, device)
-        if rows.scores is not None and (self._scores is None or self._scores.shape[2] < room):
-            self._scores = _grown(self._scores, (batch, heads, room), 0.0, torch.float32, device)
+        if self.slot_positions is None or self.slot_positions.shape[2] < room or self.slot_positions.shape[1] < wide:
+            self.slot_positions = grown(self.slot_positions, (batch, wide, room), EMPTY, torch.int32, device)
+        if rows.scores is not None and (self.slot_scores is None or self.slot_scores.shape[2] < room):
+            self.slot_scores = grown(self.slot_scores, (batch, heads, room), 0.0, torch.float32, device)
 
     def _to_front(self, part: slice | torch.Tensor, rows: Rows, start: int, have: int, count: int) -> None:
         """Move `count` first rows of some batch rows to the front, behind the `have` that are there."""
@@ -553,7 +365,7 @@ class PackedStore:
         slot: int,
         first_rows: bool,
     ) -> None:
-        assert self.keys is not None and self.values is not None and self._positions is not None
+        assert self.keys is not None and self.values is not None and self.slot_positions is not None
         stop = start + count
         keys = rows.keys[:, :, start:stop].float()
         if self.codec.centre_keys:
@@ -565,9 +377,9 @@ class PackedStore:
             x = x if turn is None else torch.matmul(x, turn)
             packed = quantize_pack(x, side.fmt, side.role, side.half, slot % (2 * side.half))
             side.write(part, slot, packed, first_rows)
-        self._positions[part, :, slot : slot + count] = rows.positions[:, :, start:stop]
-        if self._scores is not None and rows.scores is not None:
-            self._scores[part, :, slot : slot + count] = rows.scores[:, :, start:stop]
+        self.slot_positions[part, :, slot : slot + count] = rows.positions[:, :, start:stop]
+        if self.slot_scores is not None and rows.scores is not None:
+            self.slot_scores[part, :, slot : slot + count] = rows.scores[:, :, start:stop]
 
     def _mean_of(self, part: slice | torch.Tensor, every: torch.Tensor, first_rows: bool) -> torch.Tensor:
         """`[b, H, D]`: the mean that the keys of these batch rows are coded around, from the rows first at hand."""
@@ -613,26 +425,11 @@ class PackedStore:
         f, s = self.front_length, self.slots
         live = (kept.positions[:, 0] != EMPTY).sum(-1).tolist()
         sinks, residual, block = self.codec.num_sink_tokens, self.codec.residual_length, self.codec.block
-        moved: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        joined: dict[str, Packed] = {}
         for side in (self.keys, self.values):
             ends = [] if self.front is None else [getattr(self.front, side.role)]
             exact = torch.cat([*ends, getattr(self.tail.rows, side.role)], dim=2)
-            codes, scale, zero = quantize(self._mapped(side.role, exact), side.fmt)
-            fresh = (codes, side._stored(scale, side.base), zero)
-            assert side.packed is not None
-            held = (
-                side.codes(s),
-                side.packed.scale[:, :, :s],
-                None if side.packed.zero is None else side.packed.zero[:, :, :s],
-            )
-            table: list[torch.Tensor | None] = []
-            for new, old in zip(fresh, held, strict=True):
-                if new is None or old is None:
-                    table.append(None)
-                    continue
-                whole = torch.cat([new[:, :, :f], old, new[:, :, f:]], dim=2)
-                table.append(whole.gather(2, index[..., None].expand(-1, -1, -1, whole.shape[-1])))
-            moved[side.role] = (table[0], table[1], table[2])  # type: ignore[assignment]
+            joined[side.role] = side.joined(self._mapped(side.role, exact), f, s)
         mean, begun = self.mean, self.begun
         halves = {"keys": self.keys, "values": self.values}
         n = kept.length
@@ -654,19 +451,14 @@ class PackedStore:
         take = starts[:, None] + torch.arange(slots, device=device)[None]
         inside = torch.arange(slots, device=device)[None] < torch.tensor(counts, device=device)[:, None]
         take = take.clamp(max=n - 1)
-        for role, (codes, scale, zero) in moved.items():
-            picked = [
-                None if t is None else t.gather(2, take[:, None, :, None].expand(-1, heads, -1, t.shape[-1]))
-                for t in (codes, scale, zero)
-            ]
-            assert picked[0] is not None and picked[1] is not None
-            halves[role].set_codes(picked[0], picked[1], picked[2])
-        self._reserve(kept, slots)
-        assert self._positions is not None
+        for role, rows_ in joined.items():
+            halves[role].take(rows_, index.gather(2, take[:, None].expand(-1, heads, -1)))
+        self.reserve(kept, slots)
+        assert self.slot_positions is not None
         where = take[:, None].expand(-1, kept.positions.shape[1], -1)
-        self._positions[:, :, :slots] = kept.positions.gather(2, where).masked_fill(~inside[:, None], EMPTY)
-        if self._scores is not None and kept.scores is not None:
-            self._scores[:, :, :slots] = kept.scores.gather(2, take[:, None].expand(-1, heads, -1))
+        self.slot_positions[:, :, :slots] = kept.positions.gather(2, where).masked_fill(~inside[:, None], EMPTY)
+        if self.slot_scores is not None and kept.scores is not None:
+            self.slot_scores[:, :, :slots] = kept.scores.gather(2, take[:, None].expand(-1, heads, -1))
         for b in range(batch):
             if self.fronts[b]:
                 part = torch.tensor([b], device=device)
@@ -678,7 +470,7 @@ class PackedStore:
         gone = torch.arange(longest, device=device)[None] < longest - torch.tensor(left, device=device)[:, None]
         tail.positions = tail.positions.masked_fill(gone[:, None], EMPTY)
         self.tail.replace(tail, max(reserve, block))
-        self._ragged = min(left) < longest
+        self.is_ragged = min(left) < longest
 
     def overwrite(self, slot: torch.Tensor) -> None:
         """Move the last row of each head into `slot` `[B, H|1, 1]`, and forget the last place.
@@ -689,7 +481,7 @@ class PackedStore:
         tail = self.tail.rows
         heads = tail.keys.shape[1]
         if not s and not f:
-            self._ragged = True
+            self.is_ragged = True
             self.tail.overwrite(slot)
             return
         slot = slot.expand(-1, heads, -1)
@@ -701,15 +493,15 @@ class PackedStore:
         ahead = slot[..., 0] < f
         packed = ~behind[..., 0] & ~ahead
         if bool(packed.any()):
-            assert self.keys is not None and self.values is not None and self._positions is not None
+            assert self.keys is not None and self.values is not None and self.slot_positions is not None
             self._widen(heads)
             at = (slot[..., 0] - f).clamp(min=0)
             for side in (self.keys, self.values):
                 side.overwrite(at, self._mapped(side.role, getattr(leaving, side.role)), packed)
             positions = leaving.positions.expand(-1, heads, -1)
-            _put(self._positions, at, positions[..., 0], packed)
-            if self._scores is not None and leaving.scores is not None:
-                _put(self._scores, at, leaving.scores[..., 0], packed)
+            _put(self.slot_positions, at, positions[..., 0], packed)
+            if self.slot_scores is not None and leaving.scores is not None:
+                _put(self.slot_scores, at, leaving.scores[..., 0], packed)
         if bool(ahead.any()):
             assert self.front is not None
             self._widen(heads)
@@ -717,13 +509,13 @@ class PackedStore:
                 value = leaving.tensors()[name]
                 value = value.expand(-1, heads, *value.shape[2:])
                 _put(tensor, slot[..., 0].clamp(max=f - 1), value[:, :, 0], ahead)
-        self._ragged = True
+        self.is_ragged = True
         self.tail.overwrite(place)
 
     def _widen(self, heads: int) -> None:
         """Give every head positions of its own."""
-        if self._positions is not None and self._positions.shape[1] != heads:
-            self._positions = self._positions.expand(-1, heads, -1).contiguous()
+        if self.slot_positions is not None and self.slot_positions.shape[1] != heads:
+            self.slot_positions = self.slot_positions.expand(-1, heads, -1).contiguous()
         if self.front is not None and self.front.positions.shape[1] != heads:
             self.front.positions = self.front.positions.expand(-1, heads, -1).contiguous()
         self.tail.widen_positions()
@@ -737,15 +529,15 @@ class PackedStore:
             self._fill_front()
         gone = False
         tables = [] if only_packed else [self.tail.rows.positions]
-        if self.has_packed and self._positions is not None:
-            tables.append(self._positions[:, :, : self.slots])
+        if self.has_packed and self.slot_positions is not None:
+            tables.append(self.slot_positions[:, :, : self.slots])
         for table in tables:
             old = (table < before) & (table != EMPTY)
             if bool(old.any()):
                 table.masked_fill_(old, EMPTY)
                 gone = True
         if gone:
-            self._ragged = self._ragged or not only_packed
+            self.is_ragged = self.is_ragged or not only_packed
             self._sweep()
         return gone
 
@@ -764,20 +556,20 @@ class PackedStore:
             self._to_front(part, mine, start, self.fronts[b], sinks)
             rows.positions[b, :, start : start + sinks] = EMPTY
             self.fronts[b] += sinks
-        self._ragged = True
+        self.is_ragged = True
         self.tail.replace(rows, self.codec.block)
 
     def _sweep(self) -> None:
         """Free whole tiles of packed slots that are empty, and empty rows of the tail."""
-        if self.has_packed and self.keys is not None and self.values is not None and self._positions is not None:
+        if self.has_packed and self.keys is not None and self.values is not None and self.slot_positions is not None:
             unit = math.lcm(2 * self.keys.half, self.codec.block)
-            held = (self._positions[:, :, : self.slots] != EMPTY).any(1).any(0)
+            held = (self.slot_positions[:, :, : self.slots] != EMPTY).any(1).any(0)
             first = int(held.to(torch.int8).argmax()) if bool(held.any()) else self.slots
             cut, used = first // unit * unit, self.slots
             if cut:
                 for side in (self.keys, self.values):
                     side.drop_front(cut, used)
-                for table, fill in ((self._positions, EMPTY), (self._scores, 0.0)):
+                for table, fill in ((self.slot_positions, EMPTY), (self.slot_scores, 0.0)):
                     if table is not None:
                         table[:, :, : used - cut] = table[:, :, cut:used].clone()
                         table[:, :, used - cut :] = fill
@@ -800,8 +592,8 @@ class PackedStore:
         last, others = positions[..., start:], [positions[..., :start]]
         if self.front is not None:
             others.append(self.front.positions)
-        if self.has_packed and self._positions is not None:
-            others.append(self._positions[:, :, : self.slots])
+        if self.has_packed and self.slot_positions is not None:
+            others.append(self.slot_positions[:, :, : self.slots])
         simple = n <= self.tail.length and not bool(((last < seen) & (last != EMPTY)).any())
         simple = simple and all(bool((table < seen).all()) for table in others)
         if simple:
@@ -818,8 +610,8 @@ class PackedStore:
         kept = rows.map(lambda t: t)
         kept.positions = torch.where(stays, rows.positions, EMPTY)
         kept = kept.gather(order[..., rows.length - longest :]) if longest else kept.map(lambda t: t[:, :, :0])
-        if self._positions is not None and self.has_packed:
-            table = self._positions[:, :, : self.slots]
+        if self.slot_positions is not None and self.has_packed:
+            table = self.slot_positions[:, :, : self.slots]
             table.masked_fill_(table >= seen, EMPTY)
             held = (table != EMPTY).any(1)  # [B, slots]
             index = torch.arange(1, held.shape[1] + 1, device=held.device)
@@ -829,12 +621,12 @@ class PackedStore:
             self.used = [-(-end // block) * block for end in ends]
             for side in (self.keys, self.values):
                 if side is not None:
-                    _clear_codes(side, self.used, before)
+                    clear_codes(side, self.used, before)
         if self.front is not None:
             self.front.positions.masked_fill_(self.front.positions >= seen, EMPTY)
             self.fronts = (self.front.positions[:, 0] != EMPTY).sum(-1).tolist()
         self.tail.replace(kept, self.codec.block)
-        self._ragged = True
+        self.is_ragged = True
 
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.tail.batch_map(fn)
@@ -842,140 +634,18 @@ class PackedStore:
         for side in (self.keys, self.values):
             if side is not None:
                 side.batch_map(fn)
-        for name in ("_positions", "_scores", "mean"):
+        for name in ("slot_positions", "slot_scores", "mean"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else fn(tensor))
         self.used = fn(torch.tensor(self.used, dtype=torch.int64)).tolist()
         self.fronts = fn(torch.tensor(self.fronts, dtype=torch.int64)).tolist()
         self.begun = fn(torch.tensor(self.begun, dtype=torch.int64)).tolist()
 
-    # ------------------------------------------------------------------ files
-
-    def state(self) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
-        """JSON-able state and tensors, without slack. The state is None while nothing is packed."""
-        parts = dict(self.tail.rows.tensors())
-        if not self.has_packed and self.front is None:
-            return None, parts
-        half = None
-        if self.has_packed and self.keys is not None and self.values is not None and self._positions is not None:
-            half = self.keys.half
-            parts["packed.positions"] = self._positions[:, :, : self.slots]
-            if self._scores is not None:
-                parts["packed.scores"] = self._scores[:, :, : self.slots]
-            if self.mean is not None:
-                parts["packed.mean"] = self.mean
-            for side in (self.keys, self.values):
-                parts |= {f"packed.{side.role}.{name}": t for name, t in side.trimmed(self.slots).items()}
-        if self.front is not None:
-            parts |= {f"packed.front.{name}": tensor for name, tensor in self.front.tensors().items()}
-        begun = self.begun if self.has_packed else [0] * len(self.begun)  # statistics are kept with the rows
-        numbers = {"used": self.used, "fronts": self.fronts, "begun": begun}
-        return {**numbers, "ragged": self._ragged, "half": half}, parts
-
-    def check_state(self, state: Any, parts: dict[str, torch.Tensor], tail: Rows, seen: int) -> None:
-        """Raise `ValueError` unless these make a store of this codec. Changes nothing."""
-        if state is None:
-            if parts:
-                raise ValueError("packed rows without their description")
-            return
-        batch, heads, _, key_dim = tail.keys.shape
-        value_dim = tail.values.shape[-1]
-        codec = self._make(key_dim, value_dim)
-        used, fronts, begun, half = state["used"], state["fronts"], state["begun"], state["half"]
-        for name, counts, most in (
-            ("used", used, seen + codec.block),
-            ("fronts", fronts, codec.num_sink_tokens),
-            ("begun", begun, 1),
-        ):
-            numbers = isinstance(counts, list) and all(type(n) is int and 0 <= n <= most for n in counts)
-            if not numbers or len(counts) != batch:
-                raise ValueError(f"{name} is {counts!r}")
-        slots = max(used)
-        if slots % codec.block or not isinstance(state["ragged"], bool):
-            raise ValueError("packed rows that end within a block")
-        expected: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
-        if slots:
-            if half not in (16, 32):
-                raise ValueError(f"tiles of unknown size {half!r}")
-            expected["packed.positions"] = (None, torch.int32)
-            if tail.scores is not None or "packed.scores" in parts:
-                expected["packed.scores"] = ((batch, heads, slots), torch.float32)
-            if codec.centre_keys:
-                expected["packed.mean"] = ((batch, heads, key_dim), torch.float16)
-            for role, fmt, dim in (("keys", codec.key_format, key_dim), ("values", codec.value_format, value_dim)):
-                whole = -(-slots // (2 * half)) * 2 * half
-                groups = (-(-slots // fmt.group), dim) if fmt.axis == "channel" else (slots, dim // fmt.group)
-                expected[f"packed.{role}.codes"] = (
-                    codes_shape((batch, heads, whole, dim), fmt.bits, role, half),
-                    torch.uint8,
-                )
-                kind = torch.float16 if fmt.scale_bits == 16 else torch.uint8
-                expected[f"packed.{role}.scale"] = ((batch, heads, *groups), kind)
-                if fmt.has_zero:
-                    expected[f"packed.{role}.zero"] = ((batch, heads, *groups), torch.float16)
-                if fmt.scale_bits == 8:
-                    expected[f"packed.{role}.base"] = ((batch, heads, 1, 1), torch.float16)
-        if any(name.startswith("packed.front.") for name in parts):
-            for name, like in tail.tensors().items():
-                expected[f"packed.front.{name}"] = (None, like.dtype)
-        if set(expected) != set(parts):
-            raise ValueError(f"packed tensors {sorted(parts)} where {sorted(expected)} belong")
-        for name, (shape, dtype) in expected.items():
-            tensor = parts[name]
-            if tensor.dtype != dtype or (shape is not None and tuple(tensor.shape) != tuple(shape)):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}")
-            if name.startswith("packed.front.") and tensor.shape[:1] + tensor.shape[2:3] != (
-                batch,
-                codec.num_sink_tokens,
-            ):
-                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
-            if (
-                name.startswith("packed.front.")
-                and tensor.ndim == 4
-                and tensor.shape[3] != getattr(tail, name[13:]).shape[3]
-            ):
-                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
-            if name.endswith("positions"):
-                if tensor.ndim != 3 or tensor.shape[1] not in (1, heads):
-                    raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
-                if name == "packed.positions" and (tensor.shape[0], tensor.shape[2]) != (batch, slots):
-                    raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
-                if tensor.numel() and (int(tensor.max()) >= seen or int(tensor.min()) < EMPTY):
-                    raise ValueError("positions beyond the tokens seen")
-
-    def load_state(self, state: dict[str, Any], parts: dict[str, torch.Tensor], tail: Rows) -> None:
-        """The reverse of `state`, on checked parts."""
-        self.clear()
-        self._meet(tail)
-        self.used, self.fronts, self.begun = list(state["used"]), list(state["fronts"]), list(state["begun"])
-        self._ragged = state["ragged"]
-        front = {name[13:]: t.clone() for name, t in parts.items() if name.startswith("packed.front.")}
-        self.front = Rows(**front) if front else None
-        self.tail.replace(tail, self.codec.block)
-        if not self.has_packed:
-            return
-        self.mean = parts.get("packed.mean")
-        self._reserve(tail, self.slots)
-        assert self.keys is not None and self.values is not None and self._positions is not None
-        positions = parts["packed.positions"]
-        self._positions = _grown(
-            positions, (*positions.shape[:2], self._positions.shape[2]), EMPTY, torch.int32, positions.device
-        )
-        if self._scores is not None and "packed.scores" in parts:
-            self._scores[:, :, : self.slots] = parts["packed.scores"]
-        for side in (self.keys, self.values):
-            mine = {name.rpartition(".")[2]: t for name, t in parts.items() if name.startswith(f"packed.{side.role}.")}
-            if state["half"] != side.half:
-                codes = unpack_codes(mine["codes"], side.fmt.bits, side.role, side.dim)
-                codes = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[2] % (2 * side.half)))
-                mine["codes"] = pack_codes(codes, side.fmt.bits, side.role, side.half)
-            side.restore(mine)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedStore:
-        twin = PackedStore(self._make)
+        twin = PackedStore(self.make)
         for name, value in vars(self).items():
             # The codec never changes, and its matrices are the same for everyone.
-            shared = name in ("_make", "_codec", "_turns")
+            shared = name in ("make", "_codec", "_turns")
             setattr(twin, name, value if shared else copy.deepcopy(value, memo))
         return twin
 
@@ -1000,7 +670,7 @@ class PackedStore:
         raise ValueError("rows of a codec cannot be made read-only; seal a cache without a codec")
 
 
-def _grown(
+def grown(
     old: torch.Tensor | None, shape: tuple[int, int, int], fill: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     new = torch.full(shape, fill, dtype=dtype, device=device)
@@ -1014,27 +684,3 @@ def _put(table: torch.Tensor, at: torch.Tensor, value: torch.Tensor, where: torc
     b = torch.arange(at.shape[0], device=at.device)[:, None].expand_as(at)
     h = torch.arange(at.shape[1], device=at.device)[None].expand_as(at)
     table[b[where], h[where], at[where]] = value[where].to(table.dtype)
-
-
-def _clear_codes(side: Side, used: list[int], before: list[int]) -> None:
-    """Zero the codes behind the slots in use: later blocks are merged into half-filled tiles."""
-    assert side.packed is not None
-    tile = 2 * side.half
-    for b, (now, then) in enumerate(zip(used, before, strict=True)):
-        if now >= then:
-            continue
-        first = now // tile
-        dim = side._tile_dim - 1
-        codes = side.packed.codes[b]
-        if now % tile:
-            index = torch.arange(tile, device=codes.device) < now % tile
-            if side.role == "keys":
-                plain = unpack_codes(codes[None, :, first : first + 1], side.fmt.bits, "keys", side.dim)
-                plain = plain * index[:, None]
-                codes[:, first : first + 1] = pack_codes(plain, side.fmt.bits, "keys", side.half)[0]
-            else:
-                plain = unpack_codes(codes[None, :, :, first : first + 1], side.fmt.bits, "values", side.dim)
-                plain = plain * index[:, None]
-                codes[:, :, first : first + 1] = pack_codes(plain, side.fmt.bits, "values", side.half)[0]
-            first += 1
-        codes.narrow(dim, first, codes.shape[dim] - first).zero_()

@@ -1,3 +1,3 @@
-from .reference import column_sums
+from .dispatch import column_sums
 
 __all__ = ["column_sums"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import native
+from .. import gpu, native
 from ..attention import Block, Extras, finished_logits, log_sum_exp, probabilities
 from ..attention.cpu import batched_matmul
 from ..packed import Format, Packed
@@ -64,6 +64,13 @@ def decode_attention(
     need_lse: bool = False,
 ) -> Block:
     """Attention over all rows in one pass: front, packed, tail. Padding, windows and holes are in `visible`."""
+    if gpu.takes(query):
+        from . import triton as kernels
+
+        if kernels.supports(query, packed, tail, extras, need_probs):
+            return kernels.decode_attention(
+                query, front, packed, tail, extras, visible, bias, need_probs=need_probs, need_lse=need_lse
+            )
     b, hq, q_len, d = query.shape
     hk, value_dim = tail[0].shape[1], tail[1].shape[3]
     folded = query.reshape(b, hk, hq // hk * q_len, d)

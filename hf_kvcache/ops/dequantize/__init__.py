@@ -1,3 +1,4 @@
-from .reference import dequantize, levels
+from .dispatch import dequantize
+from .reference import levels
 
 __all__ = ["dequantize", "levels"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
+from .. import gpu
 from ..packed import Format, Packed
 from . import reference
 
 
 def gather_rows(packed: Packed, fmt: Format, role: str, dim: int, index: torch.Tensor, half: int = 32) -> Packed:
     """See `reference.gather_rows`."""
-    if index.device.type == "cuda" and half == 32 and fmt.per_token and find_spec("triton") is not None:
-        from . import triton
+    if gpu.takes(index) and half == 32 and fmt.per_token:
+        from . import triton as kernels
 
-        return triton.gather_rows(packed, fmt, role, dim, index, half)
+        return kernels.gather_rows(packed, fmt, role, dim, index, half)
     return reference.gather_rows(packed, fmt, role, dim, index, half)

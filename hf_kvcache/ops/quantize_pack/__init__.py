@@ -1,3 +1,4 @@
-from .reference import quantize, quantize_pack
+from .dispatch import quantize_pack
+from .reference import quantize
 
 __all__ = ["quantize", "quantize_pack"]
