@@ -103,12 +103,11 @@ def attention_forward(
             output = _by_head(layer.segments.heads, query, sight, extras)
             layer.finish_unseen()
             return output.transpose(1, 2).contiguous(), None
-    elif query.shape[2] <= SHORT_STEP and not expanded and before != "eager" and len(layer.parts) > 1:
+    elif query.shape[2] <= SHORT_STEP and not expanded and before != "eager" and layer.is_sealed:
         output = _merged(layer.parts, query, sight, extras)
         if not layer.shared:
             layer.finish_unseen()
         return output.transpose(1, 2).contiguous(), None
-    rows = layer.current()
     keys: torch.Tensor | None
     store = layer.segments
     short = query.shape[2] <= SHORT_STEP or not layer.is_prompt(query.shape[2])
@@ -116,6 +115,7 @@ def attention_forward(
         keys = None
         output, weights = _over_packed(layer, store, before, query, sight, extras)
     else:
+        rows = layer.current()
         keys = key if expanded else rows.keys
         values = value if expanded else rows.values
         if not torch.is_autocast_enabled(query.device.type):
@@ -134,7 +134,7 @@ def attention_forward(
     if pending.step is not None:  # a later layer, with the keys of this one
         return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
     step = Step(
-        rows=rows,
+        rows=layer.current() if keys is None else rows,
         new=query.shape[2],
         start=pending.start,
         query=query.detach() if policy.needs_queries else None,

@@ -254,6 +254,11 @@ class KVLayer(CacheLayerMixin):
             return [self.pending.rows]
         return self.segments.parts
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the rows to attend over lie in more than one segment."""
+        return isinstance(self.segments, Chain) and bool(self.segments.sealed) and len(self.parts) > 1
+
     def seal(self) -> None:
         """Make the rows held so far read-only, to be shared by copies of the cache.
 

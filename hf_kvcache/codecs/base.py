@@ -69,7 +69,7 @@ class LayerCodec:
             total += math.prod(codes_shape((batch, heads, slots, dim), fmt.bits, role, half))
             groups = scales_of(slots, fmt) * dim if fmt.axis == "channel" else slots * (dim // fmt.group)
             total += batch * heads * groups * (4 if fmt.has_zero else fmt.scale_bits // 8)
-            total += batch * heads * 2 if fmt.scale_bits == 8 else 0
+            total += batch * heads * 4 if fmt.scale_bits == 8 else 0
         if self.centre_keys:
             total += batch * heads * key_dim * 2
         return total

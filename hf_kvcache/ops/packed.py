@@ -46,7 +46,7 @@ class Format:
         levels: the codebook.
         fit: how scales are chosen: `"minmax"` or `"mse"` (a search over clipped ranges) for affine and float8;
             `"unbiased"` (the length of a vector along itself is kept) or `"mse"` for the others.
-        scale_bits: 16 (float16), or 8: steps of 1/24 octave below a float16 base for each head. For formats with a
+        scale_bits: 16 (float16), or 8: steps of 1/24 octave below a float32 base for each head. For formats with a
             scale per token and no zero.
     """
 
@@ -191,8 +191,11 @@ def log_scale(scale: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def linear_scale(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The reverse of `log_scale`, float32 (float16 on a GPU). A few passes over integers: it is done at every step."""
-    scale = torch.sub(base.float().view(torch.int32), code.int(), alpha=_SCALE_STEP).clamp_(min=0).view(torch.float32)
+    """The reverse of `log_scale`, float32 (float16 on a GPU). One pass over integers: it is done at every step.
+
+    `base` is float32, and must be positive also where no row is held.
+    """
+    scale = torch.sub(base.view(torch.int32), code, alpha=_SCALE_STEP).view(torch.float32)
     return scale.half() if scale.is_cuda else scale
 
 

@@ -101,6 +101,11 @@ class DenseSegment:
         return self._table.keys.element_size()
 
     @property
+    def device(self) -> torch.device:
+        assert self._table is not None
+        return self._table.keys.device
+
+    @property
     def is_empty(self) -> bool:
         return self._table is None or self.length == 0
 

@@ -214,7 +214,7 @@ class PackedStore:
         turn = self.codec.key_turn if which == "keys" else self.codec.value_turn
         if turn is None:
             return None
-        device = self.tail.rows.keys.device
+        device = self.tail.device
         if turn.device != device:
             turn = self._turns.setdefault((which, device), turn.to(device))
         return turn
@@ -272,12 +272,14 @@ class PackedStore:
 
         `reserve` is the least number of free rows that the tail is left with.
         """
-        if self.tail.is_empty or self.tail.rows.keys.requires_grad:
-            return False  # a training step reads the rows that it wrote
-        c, rows = self.codec, self.tail.rows
-        missing = [c.num_sink_tokens - have for have in self.fronts]
-        if rows.length - c.residual_length - min(missing) < c.block:
+        if self.tail.is_empty:
             return False
+        c, missing = self.codec, [self.codec.num_sink_tokens - have for have in self.fronts]
+        if self.tail.length - c.residual_length - min(missing) < c.block:
+            return False
+        rows = self.tail.rows
+        if rows.keys.requires_grad:
+            return False  # a training step reads the rows that it wrote
         batch, n = rows.keys.shape[0], rows.length
         live, order = [n] * batch, None
         if self.is_ragged:

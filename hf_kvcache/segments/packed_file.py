@@ -75,7 +75,7 @@ def check_state(store: PackedStore, state: Any, parts: dict[str, torch.Tensor], 
             if fmt.has_zero:
                 expected[f"packed.{role}.zero"] = ((batch, heads, *groups), torch.float16)
             if fmt.scale_bits == 8:
-                expected[f"packed.{role}.base"] = ((batch, heads, 1, 1), torch.float16)
+                expected[f"packed.{role}.base"] = ((batch, heads, 1, 1), torch.float32)
     if any(name.startswith("packed.front.") for name in parts):
         for name, like in tail.tensors().items():
             expected[f"packed.front.{name}"] = (None, like.dtype)

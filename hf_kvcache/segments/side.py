@@ -32,7 +32,7 @@ class Side:
         self.fmt, self.role, self.half, self.dim = fmt, role, half, dim
         self.tiles = 0  # allocated
         self.packed: Packed | None = None
-        self.base: torch.Tensor | None = None  # [B, H, 1, 1] float16, where scales are 8-bit logarithms
+        self.base: torch.Tensor | None = None  # [B, H, 1, 1] float32, where scales are 8-bit logarithms
 
     @property
     def tile_dim(self) -> int:
@@ -75,7 +75,7 @@ class Side:
                     dim = self.tile_dim if old is self.packed.codes else 2
                     into.narrow(dim, 0, old.shape[dim]).copy_(old)
         elif fmt.scale_bits == 8:
-            self.base = torch.zeros(batch, heads, 1, 1, dtype=torch.float16, device=device)
+            self.base = torch.ones(batch, heads, 1, 1, dtype=torch.float32, device=device)
         self.packed, self.tiles = new, tiles
 
     def write(self, part: slice | torch.Tensor, slot: int, new: Packed, first_rows: bool) -> None:
@@ -84,7 +84,7 @@ class Side:
         tile = 2 * self.half
         if self.base is not None:
             if first_rows:
-                self.base[part] = 4 * new.scale.amax((2, 3), keepdim=True)
+                self.base[part] = (4 * new.scale.amax((2, 3), keepdim=True)).float().clamp(min=2**-14)
             new = new._replace(scale=log_scale(new.scale, self.base[part]))
         first, count = slot // tile, new.codes.shape[self.tile_dim]
         index: list[Any] = [part] + [slice(None)] * (self.tile_dim - 1)

@@ -101,7 +101,7 @@ def turned(x, bits, levels, matrix, octaves, base):
         level = best[0]
     scale = half(y.pow(2).sum(-1, keepdim=True) / (y * level).sum(-1, keepdim=True))
     if octaves:
-        base = half(4 * scale.amax(1, keepdim=True)) if base is None else base
+        base = half(4 * scale.amax(1, keepdim=True)).clamp(min=2**-14) if base is None else base
 
         per_octave = 2**23 / (2**23 // 24)
 

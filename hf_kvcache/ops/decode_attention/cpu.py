@@ -38,22 +38,23 @@ def centre(fmt: Format) -> float:
     return (2**fmt.bits - 1) / 2
 
 
-@lru_cache(maxsize=64)
 def _unit(bits: int, groups: int, columns: int) -> torch.Tensor:
     """Scales and zeros `[groups, columns, 2]` that make the product read a code as `code - centre`."""
     zero = 8 - (7.5 if bits == 8 else (2**bits - 1) / 2)
     return torch.tensor([1.0, zero], dtype=torch.bfloat16).expand(groups, columns, 2).contiguous()
 
 
-def _reduction(length: int) -> int:
-    return next(size for size in (256, 128, 64, 32) if length % size == 0)
-
-
 def _product(rows: torch.Tensor, codes: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """`rows` bf16 `[M, K]` times codes of `columns` columns and K rows of nibbles: bf16 `[M, columns]`."""
-    size = _reduction(rows.shape[1])
-    unit = _unit(bits, rows.shape[1] // size, columns)
+    size, unit = _constants(bits, rows.shape[1], columns)
     return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, codes.view(columns, -1), size, unit)
+
+
+@lru_cache(maxsize=64)
+def _constants(bits: int, length: int, columns: int) -> tuple[int, torch.Tensor]:
+    """Rows that share a scale, and the scales."""
+    size = next(size for size in (256, 128, 64, 32) if length % size == 0)
+    return size, _unit(bits, length // size, columns)
 
 
 def _twice(rows: torch.Tensor, bits: int) -> torch.Tensor:
@@ -63,7 +64,7 @@ def _twice(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _heads(tensor: torch.Tensor) -> list[torch.Tensor]:
     """One tensor for each batch row and head."""
-    return [head for row in tensor.unbind(0) for head in row.unbind(0)]
+    return list(tensor.flatten(0, 1).unbind(0))
 
 
 def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, half: int) -> torch.Tensor:
@@ -168,3 +169,73 @@ def packed_weighted(probs: torch.Tensor, values: Packed, fmt: Format, dim: int, 
         base = values.zero[:, :, :length].float() + centre(fmt) * scale.transpose(2, 3)  # [B, H, N, groups]
         output = output + (probs @ base).repeat_interleave(fmt.group, dim=-1)
     return output
+
+
+def attend(
+    query: torch.Tensor,  # [B, H, M, D] scaled, float32
+    turned: torch.Tensor,  # [B, H, M, D] the same for packed keys: turned, bf16
+    front: tuple[torch.Tensor, torch.Tensor] | None,
+    keys: Packed,
+    values: Packed,
+    key_bits: int,
+    value_bits: int,
+    length: int,
+    half: int,
+    key_mean: torch.Tensor | None,  # [B, H, D]
+    value_turn: torch.Tensor | None,  # [Dv, Dv]
+    tail: tuple[torch.Tensor, torch.Tensor],
+    visible: torch.Tensor | None,  # bool, broadcastable to [B, H, M, F + length + T]
+) -> torch.Tensor:
+    """The whole step where keys and values have one scale per token and no zero: float32 `[B, H, M, Dv]`.
+
+    The same as the general way, in fewer passes over the logits: products are scaled straight into one buffer, which
+    becomes the probabilities in place.
+    """
+    b, h, m, _ = query.shape
+    tiles = -(-length // (2 * half))
+    columns = tiles * 2 * half
+    pairs = [tail] if front is None else [front, tail]
+    # Exact rows stand behind the packed ones here. An empty float32 tensor, or the mean, makes `cat` convert them.
+    lifted = query.new_empty(b, h, 0, 1)
+    last = lifted.expand(b, h, 0, query.shape[3]) if key_mean is None else key_mean[:, :, None].float()
+    small = torch.matmul(query, torch.cat([*(k for k, _ in pairs), last], dim=2).transpose(-1, -2))
+    if key_mean is not None:
+        # Packed logits lack the product with the mean; taking it from the others gives the same probabilities.
+        small = small[..., :-1] - small[..., -1:]
+    logits = query.new_empty(b, h, m, length + small.shape[3])
+    exact, middle = logits[..., length:], logits[..., :length]
+    exact.copy_(small)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    size, unit = _constants(key_bits, turned.shape[3] * (2 if key_bits == 8 else 1), columns)
+    code_rows = keys.codes[:, :, :tiles].flatten(0, 1).unbind(0)
+    raw = []
+    for rows, codes in zip(turned.flatten(0, 1).unbind(0), code_rows, strict=True):
+        if key_bits != 4:
+            rows, codes = _twice(rows, key_bits), nibbles(codes, key_bits)
+        raw.append(product(rows, codes.view(columns, -1), size, unit))
+    torch.mul(torch.stack(raw).view(b, h, m, columns)[..., :length], keys.scale[:, :, None, :length, 0], out=middle)
+    if visible is not None:
+        ahead = 0 if front is None else front[0].shape[2]
+        order = (visible[..., ahead : ahead + length], visible[..., :ahead], visible[..., ahead + length :])
+        logits.masked_fill_(~torch.cat(order, dim=-1), torch.finfo(torch.float32).min)
+    torch.softmax(logits, dim=-1, out=logits)
+    exact_values = torch.cat([*(v for _, v in pairs), lifted.expand(b, h, 0, tail[1].shape[3])], dim=2)
+    output = torch.matmul(exact, exact_values)
+    weights = query.new_empty(b, h, m, columns, dtype=torch.bfloat16)
+    if columns > length:
+        weights[..., length:] = 0
+    torch.mul(middle, values.scale[:, :, None, :length, 0], out=weights[..., :length])
+    width = 2 * values.codes.shape[-1]
+    size, unit = _constants(value_bits, columns * (2 if value_bits == 8 else 1), width)
+    sums = []
+    code_rows = values.codes[:, :, :, :tiles].flatten(0, 1).unbind(0)
+    for rows, codes in zip(weights.flatten(0, 1).unbind(0), code_rows, strict=True):
+        if value_bits == 8:
+            rows = _twice(rows.unflatten(-1, (tiles, 2 * half)), 8).flatten(1)
+        if value_bits != 4:
+            codes = nibbles(codes, value_bits)
+        sums += [product(rows, block.view(width, -1), size, unit) for block in codes.unbind(0)]
+    packed = torch.stack(sums).view(b, h, -1, m, width).transpose(2, 3).flatten(3).float()
+    if value_turn is not None:
+        packed = torch.matmul(packed, value_turn.t())
+    return output + packed

@@ -71,6 +71,8 @@ def decode_attention(
             return kernels.decode_attention(
                 query, front, packed, tail, extras, visible, bias, need_probs=need_probs, need_lse=need_lse
             )
+    if packed is not None and not (need_probs or need_lse) and _is_plain(query, packed, tail, extras, visible, bias):
+        return Block(_plain(query, front, packed, tail, extras, visible), None, None)
     b, hq, q_len, d = query.shape
     hk, value_dim = tail[0].shape[1], tail[1].shape[3]
     folded = query.reshape(b, hk, hq // hk * q_len, d)
@@ -114,3 +116,57 @@ def _packed_products(folded: torch.Tensor, packed: PackedRows, scaling: float, d
     if packed.key_mean is not None:
         products += torch.matmul(folded, packed.key_mean[:, :, :, None].float())
     return products
+
+
+def _is_plain(
+    query: torch.Tensor,
+    packed: PackedRows,
+    tail: tuple[torch.Tensor, torch.Tensor],
+    extras: Extras,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> bool:
+    """Whether a step is one for `cpu.attend`."""
+    if torch.is_grad_enabled() and query.requires_grad:
+        return False
+    if query.device.type != "cpu" or native.enabled() or bias is not None or extras.softcap is not None:
+        return False
+    if extras.sinks is not None or extras.dropout or packed.key_scale is not None:
+        return False
+    for fmt, dim in ((packed.key_format, query.shape[-1]), (packed.value_format, tail[1].shape[-1])):
+        if fmt.kind != "symmetric" or fmt.group != dim or not cpu.supports(fmt, dim, packed.half, query.dtype, query.device):
+            return False
+    # Masks that differ by query head were made part of the bias; those of several queries are repeated for the group.
+    return visible is None or query.shape[2] == 1
+
+
+def _plain(
+    query: torch.Tensor,
+    front: tuple[torch.Tensor, torch.Tensor] | None,
+    packed: PackedRows,
+    tail: tuple[torch.Tensor, torch.Tensor],
+    extras: Extras,
+    visible: torch.Tensor | None,
+) -> torch.Tensor:
+    b, hq, q_len, d = query.shape
+    hk = tail[0].shape[1]
+    # Dozens of small operations: without version counters and view tracking each costs a little less.
+    with torch.inference_mode():
+        folded = query.reshape(b, hk, hq // hk * q_len, d).float() * extras.scaling
+        turned = folded if packed.key_turn is None else torch.matmul(folded, packed.key_turn)
+        output = cpu.attend(
+            folded,
+            turned.to(query.dtype),
+            front,
+            packed.keys,
+            packed.values,
+            packed.key_format.bits,
+            packed.value_format.bits,
+            packed.length,
+            packed.half,
+            packed.key_mean,
+            packed.value_turn,
+            tail,
+            visible,
+        )
+    return output.to(query.dtype).view(b, hq, q_len, -1)
