@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from demo_model import ChecksumError, ModelUnavailable, load
-from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache, detach
+from hf_kvcache import HeavyHitterCache, KVCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache, detach
 
 CODE = "48213"
 QUESTION = "\n\nThe secret pass code of Oslo is"
@@ -44,6 +44,8 @@ SKIPPED_CHARACTERS = 5_000  # the first topics are grammar tables
 TECHNIQUES: dict[str, Callable[[Any, int], Any]] = {
     "full cache (transformers)": lambda model, budget: DynamicCache(config=model.config),
     "KVCache (identity)": lambda model, budget: KVCache(model),
+    "QuantizedKIVICache, 4 bits": lambda model, budget: QuantizedKIVICache(model, nbits=4),
+    "KVCache, codec rotated-3-2": lambda model, budget: KVCache(model, codec="rotated-3-2"),
     "SlidingWindowCache": lambda model, budget: SlidingWindowCache(model, window_length=budget - 4, num_sink_tokens=4),
     "SnapKVCache": lambda model, budget: SnapKVCache(
         model,

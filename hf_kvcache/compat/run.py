@@ -29,7 +29,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 
 from ..attention import attach, detach, is_ours
 from ..cache import KVCache, own_cache_reason
-from ..caches import HeavyHitterCache, SlidingWindowCache, SnapKVCache
+from ..caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
 from ..layer import KVLayer
 from .shrink import ShrinkError, build, cache_argument, causal_lm_types, sample_inputs
 
@@ -76,6 +76,7 @@ class Case:
 
 CASES: dict[str, Case] = {
     "KVCache": Case(KVCache),
+    "QuantizedKIVICache": Case(lambda model: QuantizedKIVICache(model, nbits=4, residual_length=ROOMY)),
     "SlidingWindowCache": Case(
         lambda model: SlidingWindowCache(model, window_length=ROOMY, num_sink_tokens=2),
         lambda model: SlidingWindowCache(model, window_length=4, num_sink_tokens=2),

@@ -30,6 +30,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 import demo_model  # noqa: E402
 from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache, attach  # noqa: E402
 from hf_kvcache.attention import NAME, attention_forward  # noqa: E402
+from hf_kvcache.codecs import PRESETS, preset  # noqa: E402
 
 T = TypeVar("T")
 
@@ -169,7 +170,7 @@ def parse_cache(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def make_cache(model: Any, spec: str, rows: int) -> KVCache:
-    """A cache of `rows` rows per KV head; `spec` names it: snapkv, h2o, window or identity.
+    """A cache of `rows` rows per KV head; `spec` names it: snapkv, h2o, window, identity, or a codec's preset.
 
     Arguments follow a colon, as `name=value,...`. `h2o` keeps half of its rows for recent tokens,
     `window` four for sinks, unless told otherwise.
@@ -185,7 +186,9 @@ def make_cache(model: Any, spec: str, rows: int) -> KVCache:
     if name == "window":
         sinks = arguments.pop("num_sink_tokens", 4)
         return SlidingWindowCache(model, window_length=rows - sinks, num_sink_tokens=sinks, **arguments)
-    raise ValueError(f"unknown cache {name!r}: identity, snapkv, h2o or window")
+    if name in PRESETS:
+        return KVCache(model, codec=preset(name, **arguments))
+    raise ValueError(f"unknown cache {name!r}: identity, snapkv, h2o, window or one of {', '.join(PRESETS)}")
 
 
 # ---------------------------------------------------------------------- output

@@ -134,7 +134,11 @@ def _is_plain(
     if extras.sinks is not None or extras.dropout or packed.key_scale is not None:
         return False
     for fmt, dim in ((packed.key_format, query.shape[-1]), (packed.value_format, tail[1].shape[-1])):
-        if fmt.kind != "symmetric" or fmt.group != dim or not cpu.supports(fmt, dim, packed.half, query.dtype, query.device):
+        if (
+            fmt.kind != "symmetric"
+            or fmt.group != dim
+            or not cpu.supports(fmt, dim, packed.half, query.dtype, query.device)
+        ):
             return False
     # Masks that differ by query head were made part of the bias; those of several queries are repeated for the group.
     return visible is None or query.shape[2] == 1
