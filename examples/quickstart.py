@@ -297,9 +297,9 @@ def show(console: Console, settings: dict[str, Any], rows: list[Row], refused: d
         )
     console.print(f"[bold]{escape(QUESTION.strip())}[/bold] ...")
     for row in rows:
-        console.print(f"  {row.technique:<25} {escape(repr(row.answer))}", highlight=False, soft_wrap=True)
+        console.print(f"  {row.technique:<27} {escape(repr(row.answer))}", highlight=False, soft_wrap=True)
     for name, reason in refused.items():
-        console.print(f"  {name:<25} refused: {escape(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"  {name:<27} refused: {escape(reason)}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
