@@ -114,7 +114,7 @@ class KVCache(DynamicCache):
                 _check_drops(made.policy, policy)
                 made.signature = self.config_signature
                 replaced += 1
-                coded += isinstance(made.segments, PackedStore)
+                coded += isinstance(made.segments, PackedStore) or (made.is_sliding and not policy.drops)
             layers.append(layer if made is None else made)
         if policy.drops and not replaced:
             names = sorted({type(layer).__name__ for layer in native})
@@ -125,7 +125,8 @@ class KVCache(DynamicCache):
             )
         if codec is not None and not coded:
             raise NotImplementedError(
-                f"{technique}: the codec would change nothing here: see `scope`, or leave `codec` None."
+                f"{technique}: no layer of this model takes the codec (full-attention layers do, and sliding ones with "
+                "`scope='all'` and a policy that keeps every token). Leave it None."
             )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
@@ -170,7 +171,8 @@ class KVCache(DynamicCache):
         """The formula behind `nbytes`: bytes of this cache after one prompt of `tokens` tokens in a batch of `batch`.
 
         Counts the layers that this library holds (all, on a full-attention model). Exact, except for `adaptive_heads`
-        with a batch of several rows, where a head is as long as its longest row: then it is a lower bound.
+        with a batch of several rows, where a head is as long as its longest row (a lower bound), and for sliding layers
+        with a codec (an upper bound).
         """
         decoder = config.get_text_config(decoder=True)
         dtype = dtype or getattr(decoder, "dtype", None) or torch.float32
@@ -426,7 +428,8 @@ def _replace_layer(
         # Both kinds hold rows alike; they differ in what a query sees.
         limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
         of_layer = policy.for_layer(index, count, window)
-        if codec is not None and not chunked and not policy.drops:
+        # Where all that a query sees is within the exact window, there is nothing to pack.
+        if codec is not None and not chunked and not policy.drops and window > codec.residual_length:
             arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
         return KVLayer(of_layer, **limit, **arguments)
     return None
@@ -438,11 +441,16 @@ def layer_codec(
     """The codec of one layer, with the exact window and sinks that its policy asks for."""
     assert codec is not None
     made = codec.for_layer(layer, layers, key_dim, value_dim)
-    if policy.fifo_window is None:
-        window = getattr(policy, "window", None)
-        return made if window is None else replace(made, residual_length=min(made.residual_length, window))
-    residual = min(made.residual_length, policy.fifo_window)
-    return replace(made, num_sink_tokens=policy.num_sink_tokens, residual_length=residual)
+    if policy.fifo_window is not None:
+        made = replace(made, num_sink_tokens=policy.num_sink_tokens)
+    bound = policy.most_rows
+    if bound is not None and not made.packed_after(bound + 1):
+        raise ValueError(
+            f"{type(codec).__name__} would pack nothing: at most {bound} rows are held, of which the first "
+            f"{made.num_sink_tokens} and the last {made.residual_length} stay exact, and {made.block} are packed at "
+            "once. Lower its `residual_length`, or raise the budget."
+        )
+    return made
 
 
 def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:

@@ -225,6 +225,9 @@ def _fill(
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(f"{path}: layer {index} is malformed ({error})") from error
         plans.append((layer, state, parts))
+    seen = {state["seen"] for layer, state, _ in plans if isinstance(layer, KVLayer)}
+    if len(seen) > 1:
+        raise ValueError(f"{path}: its layers have seen different numbers of tokens {sorted(seen)}")
     if known != set(tensors):
         raise ValueError(f"{path}: holds tensors of no layer: {sorted(set(tensors) - known)}")
     for layer, state, parts in plans:

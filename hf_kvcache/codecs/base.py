@@ -12,6 +12,7 @@ the linear maps that are applied before. Invariants of every codec:
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -105,6 +106,10 @@ class Codec:
         """The codec of layer `layer` of `layers`. Raises `ValueError` for sizes that it cannot write."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.describe().items() if value is not None)
+        return f"{type(self).__name__}({arguments})"
+
     def describe(self) -> dict[str, Any]:
         """The arguments, JSON-able, for `print(cache)` and for saved files."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
@@ -112,12 +117,13 @@ class Codec:
 
 def check_bits(name: str, value: Any) -> None:
     """A width, one for each layer, or a mean of two neighbouring widths."""
-    if isinstance(value, float) and BITS[0] < value < BITS[-1]:
+    if isinstance(value, float) and BITS[0] <= value <= BITS[-1]:
         return
     widths = value if isinstance(value, (list, tuple)) else [value]
-    if not widths or any(isinstance(w, (bool, float)) or w not in BITS for w in widths):
+    if not widths or any(isinstance(w, bool) or not isinstance(w, numbers.Integral) or w not in BITS for w in widths):
         raise ValueError(
-            f"`{name}` must be one of {', '.join(map(str, BITS))}, a list of these, or a number between, got {value!r}"
+            f"`{name}` must be one of {', '.join(map(str, BITS))}, a list of these, or a mean (a float from 2 to 8), "
+            f"got {value!r}"
         )
 
 
@@ -145,6 +151,7 @@ def check_dim(dim: int, what: str) -> None:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def turn_of(dim: int, seed: int = 0) -> torch.Tensor:
     """A fixed orthogonal `[dim, dim]` that spreads every channel over all: a Hadamard matrix with random signs.
 

@@ -55,6 +55,14 @@ class KIVI(Codec):
         self.q_group_size = q_group_size
         self.clipping = clipping
 
+    def widths(self, layer: int, layers: int) -> tuple[int, int]:
+        """Bits of keys and of values in one layer."""
+        both = [("nbits", self.nbits) if own is None else (name, own) for name, own in self._own()]
+        return bits_at(*both[0], layer, layers), bits_at(*both[1], layer, layers)
+
+    def _own(self) -> list[tuple[str, float | list[int] | None]]:
+        return [("key_bits", self.key_bits), ("value_bits", self.value_bits)]
+
     @property
     def per_token(self) -> bool:
         return False
@@ -62,8 +70,7 @@ class KIVI(Codec):
     def for_layer(self, layer: int, layers: int, key_dim: int, value_dim: int) -> LayerCodec:
         check_dim(key_dim, "keys")
         check_dim(value_dim, "values")
-        keys = bits_at("key_bits", self.nbits if self.key_bits is None else self.key_bits, layer, layers)
-        values = bits_at("value_bits", self.nbits if self.value_bits is None else self.value_bits, layer, layers)
+        keys, values = self.widths(layer, layers)
         return LayerCodec(
             Format(keys, "channel", self.q_group_size, fit=self.clipping),
             Format(values, "token", channel_group(value_dim, self.q_group_size), fit=self.clipping),

@@ -65,6 +65,14 @@ class Rotated(Codec):
         self.value_bits = value_bits
         self.levels = levels
 
+    def widths(self, layer: int, layers: int) -> tuple[int, int]:
+        """Bits of keys and of values in one layer."""
+        both = [("nbits", self.nbits) if own is None else (name, own) for name, own in self._own()]
+        return bits_at(*both[0], layer, layers), bits_at(*both[1], layer, layers)
+
+    def _own(self) -> list[tuple[str, float | list[int] | None]]:
+        return [("key_bits", self.key_bits), ("value_bits", self.value_bits)]
+
     @property
     def per_token(self) -> bool:
         return True
@@ -77,8 +85,7 @@ class Rotated(Codec):
     def for_layer(self, layer: int, layers: int, key_dim: int, value_dim: int) -> LayerCodec:
         check_dim(key_dim, "keys")
         check_dim(value_dim, "values")
-        keys = bits_at("key_bits", self.nbits if self.key_bits is None else self.key_bits, layer, layers)
-        values = bits_at("value_bits", self.nbits if self.value_bits is None else self.value_bits, layer, layers)
+        keys, values = self.widths(layer, layers)
         return LayerCodec(
             self._format(keys, key_dim),
             self._format(values, value_dim),

@@ -106,6 +106,11 @@ class LayerPolicy:
         """
         return None
 
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that are ever held once the prompt is read, or None where they grow or depend on the prompt."""
+        return None
+
     def kept_after(self, tokens: int) -> int:
         """Rows held after a prompt of `tokens`, slack not included."""
         return tokens

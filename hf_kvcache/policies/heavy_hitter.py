@@ -99,6 +99,11 @@ class HeavyHitterLayer(LayerPolicy):
         self.largest = max(h + r for h, r in sizes)
         self.smallest = min(h + r for h, r in sizes)
 
+    @property
+    def most_rows(self) -> int | None:
+        heavy, recent = self.policy.heavy_size, self.policy.recent_size
+        return None if heavy is None or recent is None else heavy + recent
+
     def kept_after(self, tokens: int) -> int:
         return min(tokens, sum(self._sizes(tokens)))
 

@@ -13,4 +13,6 @@ class KeepAllLayer(LayerPolicy):
         self.window = window
 
     def rows_after(self, tokens: int) -> int:
+        if self.window is not None and tokens >= self.window + max(self.window, 32):
+            return self.window
         return capacity_for(tokens)

@@ -145,6 +145,10 @@ class SnapKVLayer(LayerPolicy):
         room = min(32, max(8, self.capacity // 32))
         return room if self.policy.decode_budget is None else min(room, self.policy.decode_budget + 1)
 
+    @property
+    def most_rows(self) -> int | None:
+        return self._bound()
+
     def kept_after(self, tokens: int) -> int:
         if tokens <= self.policy.max_capacity_prompt:
             return tokens
@@ -214,7 +218,11 @@ class SnapKVLayer(LayerPolicy):
         if bound is None or step.rows.length <= bound:
             return None
         self.shuffled = True
-        return self._value(step)[..., :-1].argmin(dim=-1, keepdim=True)
+        value = self._value(step)[..., :-1]
+        # With a codec a full row of a batch may have empty slots all the same.
+        empty = value == float("-inf")
+        full = (~empty).sum(-1, keepdim=True) >= bound
+        return torch.where(empty & full, float("inf"), value).argmin(dim=-1, keepdim=True)
 
     def _value(self, step: Step) -> torch.Tensor:
         """What each row is worth `[B, H, N]`; `+inf` where protected, `-inf` where empty."""

@@ -55,6 +55,10 @@ class SlidingWindowLayer(LayerPolicy):
         self.num_sink_tokens = num_sink_tokens
         self.rotation = rotation
 
+    @property
+    def most_rows(self) -> int | None:
+        return self.num_sink_tokens + self.window_length
+
     def kept_after(self, tokens: int) -> int:
         return min(tokens, self.num_sink_tokens + self.window_length)
 

@@ -244,7 +244,15 @@ class PackedStore:
         if rows.length > 1:
             self.is_ragged = True  # padding may stand between
         self.meet(rows)
+        self._thaw()
         self.tail.append(rows)
+
+    def _thaw(self) -> None:
+        """Copy what was packed under `torch.inference_mode`, which cannot be written or trained on outside of it."""
+        held = self._tensors()
+        if torch.is_inference_mode_enabled() or not held or not any(t.is_inference() for t in held):
+            return
+        self.batch_map(torch.clone, lists=False)
 
     def replace(self, rows: Rows, reserve: int = 0) -> None:
         """Hold exactly `rows`, none of them packed yet."""
@@ -488,12 +496,16 @@ class PackedStore:
             return
         slot = slot.expand(-1, heads, -1)
         behind = slot >= f + s
+        # A batch row that still has room takes the new row as it would alone: it stays in the tail.
+        found = self.positions.expand(-1, heads, -1).gather(-1, slot)[..., 0] == EMPTY
+        growing = found.any(-1)
         ages = tail.positions[:, :, :-1].masked_fill(tail.positions[:, :, :-1] == EMPTY, LAST)
         oldest = ages.argmin(dim=-1, keepdim=True).expand(-1, heads, -1)
         place = torch.where(behind, slot - f - s, oldest)
+        place = torch.where(growing[:, None, None], tail.length - 1, place)
         leaving = tail.gather(place)
-        ahead = slot[..., 0] < f
-        packed = ~behind[..., 0] & ~ahead
+        ahead = (slot[..., 0] < f) & ~growing[:, None]
+        packed = ~behind[..., 0] & (slot[..., 0] >= f) & ~growing[:, None]
         if bool(packed.any()):
             assert self.keys is not None and self.values is not None and self.slot_positions is not None
             self._widen(heads)
@@ -513,6 +525,10 @@ class PackedStore:
                 _put(tensor, slot[..., 0].clamp(max=f - 1), value[:, :, 0], ahead)
         self.is_ragged = True
         self.tail.overwrite(place)
+        if bool(growing.any()):
+            self.tail.length += 1
+            positions = self.tail.rows.positions
+            positions[..., -1].masked_fill_(~growing[:, None].expand(-1, positions.shape[1]), EMPTY)
 
     def _widen(self, heads: int) -> None:
         """Give every head positions of its own."""
@@ -571,10 +587,12 @@ class PackedStore:
             if cut:
                 for side in (self.keys, self.values):
                     side.drop_front(cut, used)
-                for table, fill in ((self.slot_positions, EMPTY), (self.slot_scores, 0.0)):
+                room = self.keys.tiles * 2 * self.keys.half
+                for name, fill in (("slot_positions", EMPTY), ("slot_scores", 0.0)):
+                    table = getattr(self, name)
                     if table is not None:
-                        table[:, :, : used - cut] = table[:, :, cut:used].clone()
-                        table[:, :, used - cut :] = fill
+                        shape = (*table.shape[:2], room)
+                        setattr(self, name, grown(table[:, :, cut:used], shape, fill, table.dtype, table.device))
                 self.used = [max(0, u - cut) for u in self.used]
         rows = self.tail.rows
         count = int((rows.positions != EMPTY).sum(-1).max())
@@ -630,7 +648,8 @@ class PackedStore:
         self.tail.replace(kept, self.codec.block)
         self.is_ragged = True
 
-    def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor], lists: bool = True) -> None:
+        """Apply `fn` to every tensor, and (`lists`) to the numbers of each batch row."""
         self.tail.batch_map(fn)
         self.front = None if self.front is None else self.front.map(fn)
         for side in (self.keys, self.values):
@@ -639,6 +658,8 @@ class PackedStore:
         for name in ("slot_positions", "slot_scores", "mean"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else fn(tensor))
+        if not lists:
+            return
         self.used = fn(torch.tensor(self.used, dtype=torch.int64)).tolist()
         self.fronts = fn(torch.tensor(self.fronts, dtype=torch.int64)).tolist()
         self.begun = fn(torch.tensor(self.begun, dtype=torch.int64)).tolist()

@@ -52,6 +52,8 @@ def check_state(store: PackedStore, state: Any, parts: dict[str, torch.Tensor], 
         if not numbers or len(counts) != batch:
             raise ValueError(f"{name} is {counts!r}")
     slots = max(used)
+    if any(count % codec.block for count in used) or any(n and not b for n, b in zip(used, begun, strict=True)):
+        raise ValueError(f"packed rows that end within a block, or without statistics: used {used!r}, begun {begun!r}")
     if slots % codec.block or not isinstance(state["ragged"], bool):
         raise ValueError("packed rows that end within a block")
     expected: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
@@ -77,24 +79,25 @@ def check_state(store: PackedStore, state: Any, parts: dict[str, torch.Tensor], 
             if fmt.scale_bits == 8:
                 expected[f"packed.{role}.base"] = ((batch, heads, 1, 1), torch.float32)
     if any(name.startswith("packed.front.") for name in parts):
+        sinks = codec.num_sink_tokens
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "keys": (batch, heads, sinks, key_dim),
+            "values": (batch, heads, sinks, value_dim),
+            "positions": None,
+            "scores": (batch, heads, sinks),
+        }
         for name, like in tail.tensors().items():
-            expected[f"packed.front.{name}"] = (None, like.dtype)
+            expected[f"packed.front.{name}"] = (shapes[name], like.dtype)
     if set(expected) != set(parts):
         raise ValueError(f"packed tensors {sorted(parts)} where {sorted(expected)} belong")
     for name, (shape, dtype) in expected.items():
         tensor = parts[name]
         if tensor.dtype != dtype or (shape is not None and tuple(tensor.shape) != tuple(shape)):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}")
-        if name.startswith("packed.front.") and tensor.shape[:1] + tensor.shape[2:3] != (
-            batch,
-            codec.num_sink_tokens,
-        ):
-            raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
-        if (
-            name.startswith("packed.front.")
-            and tensor.ndim == 4
-            and tensor.shape[3] != getattr(tail, name[13:]).shape[3]
-        ):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} holds numbers that are not finite")
+        own = (batch, codec.num_sink_tokens)
+        if name == "packed.front.positions" and (tensor.ndim != 3 or tensor.shape[::2] != own):
             raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
         if name.endswith("positions"):
             if tensor.ndim != 3 or tensor.shape[1] not in (1, heads):

@@ -183,23 +183,21 @@ class Side:
             self.packed.zero[b, h, slot] = zero[b, h, 0]
 
     def drop_front(self, slots: int, used: int) -> None:
-        """Forget the first `slots` slots (whole tiles and groups)."""
+        """Forget the first `slots` slots (whole tiles and groups), and the room that they took."""
         assert self.packed is not None
+        codes, scale, zero = self.packed
         tile = 2 * self.half
-        tiles = -(-(used - slots) // tile)
         step = self.fmt.group if self.fmt.axis == "channel" else 1
-        kept = Packed(
-            self.packed.codes.narrow(self.tile_dim, slots // tile, tiles),
-            self.packed.scale[:, :, slots // step : -(-used // step)],
-            None if self.packed.zero is None else self.packed.zero[:, :, slots // step : -(-used // step)],
+        left = -(-(used - slots) // tile)
+        parts = Packed(
+            codes.narrow(self.tile_dim, slots // tile, left),
+            scale[:, :, slots // step : -(-used // step)],
+            None if zero is None else zero[:, :, slots // step : -(-used // step)],
         )
-        for held, part in zip(self.packed, kept, strict=True):
-            if held is not None and part is not None:
-                dim = self.tile_dim if held is self.packed.codes else 2
-                length = part.shape[dim]
-                held.narrow(dim, 0, length).copy_(part.clone())
-                if held is self.packed.codes:
-                    held.narrow(dim, length, held.shape[dim] - length).zero_()
+        base, self.packed, self.tiles = self.base, None, 0
+        self.reserve(codes.shape[0], codes.shape[1], tiles_for(used - slots, self.half), codes.device)
+        self.base = base
+        self.restore({name: t for name, t in parts._asdict().items() if t is not None})
 
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.packed is not None:

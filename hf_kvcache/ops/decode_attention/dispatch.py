@@ -28,8 +28,15 @@ class PackedRows(NamedTuple):
     value_turn: torch.Tensor | None = None  # [Dv, Dv]: packed values are turned values, v @ value_turn
 
 
+def _needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a training step will pass through: only the plain operations can be differentiated."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
 def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, half: int) -> torch.Tensor:
     """Products of queries `[B, H, M, D]` with the first `length` packed keys: float32 `[B, H, M, length]`."""
+    if _needs_gradient(query):
+        return reference.packed_logits(query, keys, fmt, length, half)
     kernels = native.active()
     if kernels is not None and kernels.supports(fmt, query.shape[-1], half, query.dtype, query.device):
         if keys.scale.dtype != torch.float16:
@@ -43,6 +50,8 @@ def packed_weighted(
     probs: torch.Tensor, values: Packed, fmt: Format, dim: int, half: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Sums of packed values weighted by `probs` `[B, H, M, N]`: float32 `[B, H, M, dim]`. `dtype` is the model's."""
+    if _needs_gradient(probs):
+        return reference.packed_weighted(probs, values, fmt, dim, half)
     kernels = native.active()
     if kernels is not None and kernels.supports(fmt, dim, half, dtype, probs.device):
         if values.scale.dtype != torch.float16:
@@ -64,7 +73,7 @@ def decode_attention(
     need_lse: bool = False,
 ) -> Block:
     """Attention over all rows in one pass: front, packed, tail. Padding, windows and holes are in `visible`."""
-    if gpu.takes(query):
+    if gpu.takes(query) and not _needs_gradient(query):
         from . import triton as kernels
 
         if kernels.supports(query, packed, tail, extras, need_probs):
@@ -127,7 +136,7 @@ def _is_plain(
     bias: torch.Tensor | None,
 ) -> bool:
     """Whether a step is one for `cpu.attend`."""
-    if torch.is_grad_enabled() and query.requires_grad:
+    if _needs_gradient(query):
         return False
     if query.device.type != "cpu" or native.enabled() or bias is not None or extras.softcap is not None:
         return False

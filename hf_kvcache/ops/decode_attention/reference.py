@@ -39,5 +39,5 @@ def packed_weighted(probs: torch.Tensor, values: Packed, fmt: Format, dim: int, 
         stop = min(start + PAGE, length)
         page = _page(values, fmt, "values", start, stop, half)
         rows = dequantize(page, fmt, "values", dim, stop - start, torch.float32)
-        total += torch.matmul(probs[..., start:stop].float(), rows)
+        total = total + torch.matmul(probs[..., start:stop].float(), rows)
     return total
