@@ -115,6 +115,33 @@ class Codec:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
 
 
+class WidthCodec(Codec):
+    """A codec with a width for keys and one for values: one for all layers, one for each, or a mean."""
+
+    def __init__(
+        self,
+        nbits: float | list[int],
+        key_bits: float | list[int] | None,
+        value_bits: float | list[int] | None,
+        residual_length: int,
+        num_sink_tokens: int,
+    ) -> None:
+        super().__init__(residual_length, num_sink_tokens)
+        check_bits("nbits", nbits)
+        for name, value in (("key_bits", key_bits), ("value_bits", value_bits)):
+            if value is not None:
+                check_bits(name, value)
+        self.nbits = nbits
+        self.key_bits = key_bits
+        self.value_bits = value_bits
+
+    def widths(self, layer: int, layers: int) -> tuple[int, int]:
+        """Bits of keys and of values in one layer."""
+        own = [("key_bits", self.key_bits), ("value_bits", self.value_bits)]
+        both = [("nbits", self.nbits) if value is None else (name, value) for name, value in own]
+        return bits_at(*both[0], layer, layers), bits_at(*both[1], layer, layers)
+
+
 def check_bits(name: str, value: Any) -> None:
     """A width, one for each layer, or a mean of two neighbouring widths."""
     if isinstance(value, float) and BITS[0] <= value <= BITS[-1]:
@@ -171,4 +198,14 @@ def turn_of(dim: int, seed: int = 0) -> torch.Tensor:
     return (signs[0, :, None] * mixed * signs[1]).float()
 
 
-__all__ = ["Codec", "LayerCodec", "channel_group", "check_bits", "check_dim", "check_positive", "bits_at", "turn_of"]
+__all__ = [
+    "Codec",
+    "LayerCodec",
+    "WidthCodec",
+    "bits_at",
+    "channel_group",
+    "check_bits",
+    "check_dim",
+    "check_positive",
+    "turn_of",
+]

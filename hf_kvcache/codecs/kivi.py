@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..ops.packed import Format
-from .base import Codec, LayerCodec, bits_at, channel_group, check_bits, check_dim, check_positive
+from .base import LayerCodec, WidthCodec, channel_group, check_dim, check_positive
 
 
-class KIVI(Codec):
+class KIVI(WidthCodec):
     """Integers of 2, 3, 4 or 8 bits with a float16 scale and zero for each group. Lossy beyond the exact window.
 
     Keys share a scale per channel over `q_group_size` tokens, values per token over `q_group_size` channels (the
@@ -39,29 +37,14 @@ class KIVI(Codec):
         num_sink_tokens: int = 0,
         clipping: str = "minmax",
     ) -> None:
-        super().__init__(residual_length, num_sink_tokens)
-        check_bits("nbits", nbits)
-        for name, value in (("key_bits", key_bits), ("value_bits", value_bits)):
-            if value is not None:
-                check_bits(name, value)
+        super().__init__(nbits, key_bits, value_bits, residual_length, num_sink_tokens)
         check_positive("q_group_size", q_group_size)
         if q_group_size % 8 or q_group_size > 512:
             raise ValueError(f"`q_group_size` must be a multiple of 8, at most 512, got {q_group_size}")
         if clipping not in ("minmax", "mse"):
             raise ValueError(f"`clipping` must be 'minmax' or 'mse', got {clipping!r}")
-        self.nbits = nbits
-        self.key_bits = key_bits
-        self.value_bits = value_bits
         self.q_group_size = q_group_size
         self.clipping = clipping
-
-    def widths(self, layer: int, layers: int) -> tuple[int, int]:
-        """Bits of keys and of values in one layer."""
-        both = [("nbits", self.nbits) if own is None else (name, own) for name, own in self._own()]
-        return bits_at(*both[0], layer, layers), bits_at(*both[1], layer, layers)
-
-    def _own(self) -> list[tuple[str, float | list[int] | None]]:
-        return [("key_bits", self.key_bits), ("value_bits", self.value_bits)]
 
     @property
     def per_token(self) -> bool:
@@ -77,6 +60,3 @@ class KIVI(Codec):
             self.residual_length,
             self.num_sink_tokens,
         )
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ops.packed import Format
-from .base import Codec, LayerCodec, bits_at, check_bits, check_dim, turn_of
+from .base import LayerCodec, WidthCodec, check_dim, turn_of
 
 # Lloyd-Max levels of a unit Gaussian, upper halves (Max, 1960).
 _UPPER = {
@@ -19,7 +19,7 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
     return tuple(-x for x in reversed(upper)) + upper
 
 
-class Rotated(Codec):
+class Rotated(WidthCodec):
     """Codes of a turned row around the mean, one scale per row. Lossy beyond the exact window.
 
     Keys are coded around their mean (per channel, of the rows at hand when the first block is written), which also
@@ -50,28 +50,13 @@ class Rotated(Codec):
         levels: str = "uniform",
         scale_bits: int = 8,
     ) -> None:
-        super().__init__(residual_length, num_sink_tokens)
-        check_bits("nbits", nbits)
-        for name, value in (("key_bits", key_bits), ("value_bits", value_bits)):
-            if value is not None:
-                check_bits(name, value)
+        super().__init__(nbits, key_bits, value_bits, residual_length, num_sink_tokens)
         if levels not in ("uniform", "lloyd-max"):
             raise ValueError(f"`levels` must be 'uniform' or 'lloyd-max', got {levels!r}")
         if scale_bits not in (8, 16):
             raise ValueError(f"`scale_bits` must be 8 or 16, got {scale_bits!r}")
         self.scale_bits = scale_bits
-        self.nbits = nbits
-        self.key_bits = key_bits
-        self.value_bits = value_bits
         self.levels = levels
-
-    def widths(self, layer: int, layers: int) -> tuple[int, int]:
-        """Bits of keys and of values in one layer."""
-        both = [("nbits", self.nbits) if own is None else (name, own) for name, own in self._own()]
-        return bits_at(*both[0], layer, layers), bits_at(*both[1], layer, layers)
-
-    def _own(self) -> list[tuple[str, float | list[int] | None]]:
-        return [("key_bits", self.key_bits), ("value_bits", self.value_bits)]
 
     @property
     def per_token(self) -> bool:

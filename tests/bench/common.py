@@ -6,12 +6,11 @@ Nothing here is random: the same Python, model and arguments give the same figur
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +30,8 @@ import demo_model  # noqa: E402
 from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache, attach  # noqa: E402
 from hf_kvcache.attention import NAME, attention_forward  # noqa: E402
 from hf_kvcache.codecs import PRESETS, preset  # noqa: E402
+from hf_kvcache.evaluate.texts import TEXTS  # noqa: E402, F401 (for the scripts)
+from hf_kvcache.evaluate.texts import topics as topics_text  # noqa: E402, F401
 
 T = TypeVar("T")
 
@@ -44,13 +45,6 @@ CACHES = [
     "h2o:score=mean",
     "window",
 ]
-
-DOCSTRING_MODULES = (
-    "argparse calendar codecs configparser contextlib copy csv dataclasses datetime difflib doctest enum fractions "
-    "functools heapq inspect ipaddress mailbox optparse os pathlib pickle pickletools random shutil smtplib socket "
-    "socketserver statistics string subprocess tarfile tempfile textwrap threading timeit traceback typing zipfile "
-    "_pydatetime _pydecimal _pyio"
-).split()
 
 
 def load_model(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, str]:
@@ -67,30 +61,6 @@ def forward(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------- texts
-
-
-def topics_text() -> str:
-    """The language reference that comes with Python: `pydoc_data.topics`, entries in sorted order."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[key] for key in sorted(topics))
-
-
-def docstrings_text() -> str:
-    """All docstrings of some modules of the standard library, in the order of their sources."""
-    parts = []
-    for name in DOCSTRING_MODULES:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):  # not in this version
-            continue
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-        parts += [text for text in found if text]
-    return "\n\n".join(parts)
-
-
-TEXTS: dict[str, Callable[[], str]] = {"topics": topics_text, "docstrings": docstrings_text}
 
 
 def window_ids(tokenizer: Any, text: str, start: int, tokens: int) -> torch.Tensor:
