@@ -28,9 +28,14 @@ def native_half() -> int | None:
     return {"AVX512": 32, "AVX2": 16}.get(capability)
 
 
-def supports(fmt: Format, dim: int, half: int, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(fmt: Format, role: str, dim: int, half: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these functions take rows of this kind (else: the reference)."""
-    fits = dim % 32 == 0 and fmt.kind in ("affine", "symmetric") and half == native_half()
+    # Value channels are the columns of the product, which come in whole blocks.
+    fits = (
+        dim % (32 if role == "keys" else 2 * half) == 0
+        and fmt.kind in ("affine", "symmetric")
+        and half == native_half()
+    )
     return fits and device.type == "cpu" and dtype == torch.bfloat16
 
 

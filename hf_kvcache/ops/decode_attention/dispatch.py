@@ -42,7 +42,7 @@ def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, h
         if keys.scale.dtype != torch.float16:
             keys = keys._replace(scale=keys.scale.half())
         return kernels.packed_logits(query, keys, fmt, length, half)
-    use = cpu if cpu.supports(fmt, query.shape[-1], half, query.dtype, query.device) else reference
+    use = cpu if cpu.supports(fmt, "keys", query.shape[-1], half, query.dtype, query.device) else reference
     return use.packed_logits(query, keys, fmt, length, half)
 
 
@@ -57,7 +57,7 @@ def packed_weighted(
         if values.scale.dtype != torch.float16:
             values = values._replace(scale=values.scale.half())
         return kernels.packed_weighted(probs, values, fmt, dim, half, dtype)
-    use = cpu if cpu.supports(fmt, dim, half, dtype, probs.device) else reference
+    use = cpu if cpu.supports(fmt, "values", dim, half, dtype, probs.device) else reference
     return use.packed_weighted(probs, values, fmt, dim, half)
 
 
@@ -142,12 +142,11 @@ def _is_plain(
         return False
     if extras.sinks is not None or extras.dropout or packed.key_scale is not None:
         return False
-    for fmt, dim in ((packed.key_format, query.shape[-1]), (packed.value_format, tail[1].shape[-1])):
-        if (
-            fmt.kind != "symmetric"
-            or fmt.group != dim
-            or not cpu.supports(fmt, dim, packed.half, query.dtype, query.device)
-        ):
+    parts = (("keys", packed.key_format, query.shape[-1]), ("values", packed.value_format, tail[1].shape[-1]))
+    for role, fmt, dim in parts:
+        if fmt.kind != "symmetric" or fmt.group != dim:
+            return False
+        if not cpu.supports(fmt, role, dim, packed.half, query.dtype, query.device):
             return False
     # Masks that differ by query head were made part of the bias; those of several queries are repeated for the group.
     return visible is None or query.shape[2] == 1
