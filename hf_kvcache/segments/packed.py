@@ -463,6 +463,8 @@ class PackedStore:
         take = take.clamp(max=n - 1)
         for role, rows_ in joined.items():
             halves[role].take(rows_, index.gather(2, take[:, None].expand(-1, heads, -1)))
+            # What shorter rows gathered beyond their own is in the way of blocks that are merged in later.
+            clear_codes(halves[role], self.used, [slots] * batch)
         self.reserve(kept, slots)
         assert self.slot_positions is not None
         where = take[:, None].expand(-1, kept.positions.shape[1], -1)
@@ -470,10 +472,15 @@ class PackedStore:
         if self.slot_scores is not None and kept.scores is not None:
             self.slot_scores[:, :, :slots] = kept.scores.gather(2, take[:, None].expand(-1, heads, -1))
         for b in range(batch):
+            part = torch.tensor([b], device=device)
+            mine = kept.map(lambda t, part=part: t[part])  # type: ignore[misc]
             if self.fronts[b]:
-                part = torch.tensor([b], device=device)
-                mine = kept.map(lambda t, part=part: t[part])  # type: ignore[misc]
                 self._to_front(part, mine, n - live[b], 0, self.fronts[b])
+            if counts[b] and not begun[b]:
+                # Its first packed rows: all of them are still exact, and give it statistics of its own.
+                start = n - live[b]
+                self._pack(part, mine, start, start + self.fronts[b], counts[b], 0, first_rows=True)
+                self.begun[b] = 1
         left = [count - used - f_ for count, used, f_ in zip(live, self.used, self.fronts, strict=True)]
         longest = max(left)
         tail = kept.map(lambda t: t[:, :, n - longest :])

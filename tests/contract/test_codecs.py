@@ -626,6 +626,21 @@ def test_a_short_row_of_a_hard_budget_is_the_row_alone():
 
 
 @over_all
+def test_blocks_that_are_packed_after_a_second_prompt(name):
+    """Rows of different lengths, one of which had nothing packed before: each goes on as it would alone."""
+    model = double()
+    ids = torch.randint(2, VOCABULARY, (3, 300), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[1, :40] = mask[2, :68] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    blocks = [80, *[1] * 3, 50, *[1] * 60, 30, *[1] * 40]
+    together = feed(model, ALL[name](model), ids, mask, blocks)
+    for row, start in ((1, 40), (2, 68)):
+        alone = feed(model, ALL[name](model), ids[row : row + 1, start:], None, [80 - start, *blocks[1:]])
+        close(together[row], alone[0], 1e-4)
+
+
+@over_all
 def test_a_prompt_under_inference_mode_then_steps_outside(name):
     model = double()
     ids, mask = text()
