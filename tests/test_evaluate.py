@@ -82,8 +82,8 @@ def test_specs_build_what_they_say(model: LlamaForCausalLM) -> None:
     both = build(model, "snapkv:max_capacity_prompt=0.5,window_size=8+kivi:nbits=[4, 2],num_sink_tokens=4", 100)
     assert isinstance(both, SnapKVCache) and both.policy.max_capacity_prompt == 50
     assert isinstance(both.codec, KIVI) and both.codec.nbits == [4, 2] and both.codec.num_sink_tokens == 4
-    swapped = build(model, "rotated:nbits=3,key_bits=4 + window:window_length=32", 100)
-    assert isinstance(swapped.codec, Rotated) and swapped.codec.key_bits == 4 and swapped.policy.window_length == 32
+    swapped = build(model, "rotated:nbits=3,key_bits=4 + window:window_length=200", 100)
+    assert isinstance(swapped.codec, Rotated) and swapped.codec.key_bits == 4 and swapped.policy.window_length == 200
     assert isinstance(build(model, "h2o:heavy_size=0.25,recent_size=10", 100), HeavyHitterCache)
     assert isinstance(build(model, "float8", 100).codec, Float8)
     assert build(model, "kv:scope=all", 100).scope == "all"
