@@ -73,7 +73,7 @@ def save(cache: KVCache, path: str) -> None:
         "technique": type(cache).__name__,
         "policy": _policy_name(cache),
         "arguments": cache.arguments(),
-        "codec": None if cache.codec is None else [type(cache.codec).__name__, cache.codec.describe()],
+        "codec": _described(cache.codec),
         "scope": cache.scope,
         "signature": list(cache.config_signature),
         "fingerprint": cache.fingerprint,
@@ -118,6 +118,11 @@ def load(path: str, model: PreTrainedModel) -> KVCache:
     return cache
 
 
+def _described(codec: Codec | None) -> list[Any] | None:
+    """A codec as files name it."""
+    return None if codec is None else [type(codec).__name__, codec.describe()]
+
+
 def _codec(path: str, described: Any) -> Codec | None:
     """The codec that a file names."""
     from . import codecs
@@ -137,8 +142,7 @@ def _codec(path: str, described: Any) -> Codec | None:
 def load_into(cache: KVCache, path: str) -> None:
     """Fill `cache` from the file, which must have been written by the same technique with the same arguments."""
     description, tensors = _read(path)
-    codec = None if cache.codec is None else [type(cache.codec).__name__, cache.codec.describe()]
-    mine = (type(cache).__name__, _policy_name(cache), cache.arguments(), codec, cache.scope)
+    mine = (type(cache).__name__, _policy_name(cache), cache.arguments(), _described(cache.codec), cache.scope)
     theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "codec", "scope"))
     if mine != theirs:
         raise ValueError(f"{path}: written by {theirs}, but this cache is {mine}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..ops.packed import BITS, Format, codes_shape
+from ..ops.packed import BITS, Format, codes_shape, scales_shape
 from ..policies.base import check_not_negative, check_positive
 
 
@@ -68,7 +68,7 @@ class LayerCodec:
         total = 0
         for fmt, dim, role in ((self.key_format, key_dim, "keys"), (self.value_format, value_dim, "values")):
             total += math.prod(codes_shape((batch, heads, slots, dim), fmt.bits, role, half))
-            groups = scales_of(slots, fmt) * dim if fmt.axis == "channel" else slots * (dim // fmt.group)
+            groups = math.prod(scales_shape(slots, dim, fmt))
             total += batch * heads * groups * (4 if fmt.has_zero else fmt.scale_bits // 8)
             total += batch * heads * 4 if fmt.scale_bits == 8 else 0
         if self.centre_keys:
@@ -79,11 +79,6 @@ class LayerCodec:
         """Mean over keys and values of a packed row: codes, scales and zeros."""
         keys, values = self.key_format.bits_per_element(), self.value_format.bits_per_element()
         return (keys * key_dim + values * value_dim) / (key_dim + value_dim)
-
-
-def scales_of(slots: int, fmt: Format) -> int:
-    """Groups of tokens that `slots` slots need where each channel has a scale."""
-    return -(-slots // fmt.group)
 
 
 class Codec:

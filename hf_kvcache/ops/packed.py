@@ -102,6 +102,11 @@ def codes_shape(shape: tuple[int, int, int, int], bits: int, role: str, half: in
     return b, h, d // (2 * v), tiles, code_rows(2 * half, bits), v
 
 
+def scales_shape(slots: int, dim: int, fmt: Format) -> tuple[int, int]:
+    """Shape of the scales (and zeros) of each head: groups of tokens and channels, or tokens and groups of channels."""
+    return (-(-slots // fmt.group), dim) if fmt.axis == "channel" else (slots, dim // fmt.group)
+
+
 def pack_codes(codes: torch.Tensor, bits: int, role: str, half: int) -> torch.Tensor:
     """Codes `[B, H, N, D]` (uint8, N a multiple of the tile) as bytes."""
     return _fold(_tiled(codes, role, half), bits)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops.packed import codes_shape, pack_codes, unpack_codes
+from ..ops.packed import codes_shape, pack_codes, scales_shape, unpack_codes
 from .dense import EMPTY, Rows
 from .packed import PackedStore, grown
 
@@ -54,8 +54,8 @@ def check_state(store: PackedStore, state: Any, parts: dict[str, torch.Tensor], 
     slots = max(used)
     if any(count % codec.block for count in used) or any(n and not b for n, b in zip(used, begun, strict=True)):
         raise ValueError(f"packed rows that end within a block, or without statistics: used {used!r}, begun {begun!r}")
-    if slots % codec.block or not isinstance(state["ragged"], bool):
-        raise ValueError("packed rows that end within a block")
+    if not isinstance(state["ragged"], bool):
+        raise ValueError(f"ragged is {state['ragged']!r}")
     expected: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
     if slots:
         if half not in (16, 32):
@@ -67,7 +67,7 @@ def check_state(store: PackedStore, state: Any, parts: dict[str, torch.Tensor], 
             expected["packed.mean"] = ((batch, heads, key_dim), torch.float16)
         for role, fmt, dim in (("keys", codec.key_format, key_dim), ("values", codec.value_format, value_dim)):
             whole = -(-slots // (2 * half)) * 2 * half
-            groups = (-(-slots // fmt.group), dim) if fmt.axis == "channel" else (slots, dim // fmt.group)
+            groups = scales_shape(slots, dim, fmt)
             expected[f"packed.{role}.codes"] = (
                 codes_shape((batch, heads, whole, dim), fmt.bits, role, half),
                 torch.uint8,
@@ -96,13 +96,9 @@ def check_state(store: PackedStore, state: Any, parts: dict[str, torch.Tensor], 
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds numbers that are not finite")
-        own = (batch, codec.num_sink_tokens)
-        if name == "packed.front.positions" and (tensor.ndim != 3 or tensor.shape[::2] != own):
-            raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
         if name.endswith("positions"):
-            if tensor.ndim != 3 or tensor.shape[1] not in (1, heads):
-                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
-            if name == "packed.positions" and (tensor.shape[0], tensor.shape[2]) != (batch, slots):
+            own = (batch, slots if name == "packed.positions" else codec.num_sink_tokens)
+            if tensor.ndim != 3 or tensor.shape[1] not in (1, heads) or tensor.shape[::2] != own:
                 raise ValueError(f"{name} is of shape {tuple(tensor.shape)}")
             if tensor.numel() and (int(tensor.max()) >= seen or int(tensor.min()) < EMPTY):
                 raise ValueError("positions beyond the tokens seen")

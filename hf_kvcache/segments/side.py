@@ -10,7 +10,16 @@ import torch
 from ..ops.decode_attention.cpu import native_half
 from ..ops.dequantize import dequantize
 from ..ops.gather_rows import gather_rows
-from ..ops.packed import Format, Packed, codes_shape, linear_scale, log_scale, pack_codes, unpack_codes
+from ..ops.packed import (
+    Format,
+    Packed,
+    codes_shape,
+    linear_scale,
+    log_scale,
+    pack_codes,
+    scales_shape,
+    unpack_codes,
+)
 from ..ops.quantize_pack import quantize
 
 
@@ -59,7 +68,7 @@ class Side:
             return
         slots = tiles * 2 * self.half
         fmt = self.fmt
-        groups = (-(-slots // fmt.group), self.dim) if fmt.axis == "channel" else (slots, self.dim // fmt.group)
+        groups = scales_shape(slots, self.dim, fmt)
         shape = codes_shape((batch, heads, slots, self.dim), fmt.bits, self.role, self.half)
         new = Packed(
             # Zeros, not garbage: what is packed later is merged into half-filled tiles.
@@ -102,7 +111,7 @@ class Side:
         """The tensors that hold the first `slots` slots."""
         table = self.tensors()
         tiles = -(-slots // (2 * self.half))
-        groups = -(-slots // self.fmt.group) if self.fmt.axis == "channel" else slots
+        groups = scales_shape(slots, self.dim, self.fmt)[0]
         table["codes"] = table["codes"].narrow(self.tile_dim, 0, tiles)
         return {name: t[:, :, :groups] if name in ("scale", "zero") else t for name, t in table.items()}
 
@@ -115,9 +124,9 @@ class Side:
                 continue
             into = getattr(self.packed, name)
             dim = self.tile_dim if name == "codes" else 2
-            into.narrow(dim, 0, min(tensor.shape[dim], into.shape[dim])).copy_(
-                tensor.narrow(dim, 0, min(tensor.shape[dim], into.shape[dim]))
-            )
+            # A file of larger tiles may end in a tile that has no rows here.
+            length = min(tensor.shape[dim], into.shape[dim])
+            into.narrow(dim, 0, length).copy_(tensor.narrow(dim, 0, length))
 
     def codes(self, slots: int) -> torch.Tensor:
         """Unpacked codes, uint8 `[B, H, slots, D]`."""

@@ -317,6 +317,23 @@ def test_beams_and_samples_equal_those_of_decoded_rows(name):
 
 
 @over_codecs
+def test_a_second_turn_with_the_whole_history(name):
+    """Only what is new is read again, at its own positions, over rows that the first turn packed."""
+    more = text(2)[0][:, 90:100]
+    texts = []
+    for net, cache in (
+        (double(), lambda net: KVCache(net, codec=codec(name))),
+        (double(stock=True), lambda net: KVCache(net.config, codec=codec(name))),
+    ):
+        held = cache(net)
+        first = generate(net, held, text(2)[0][:, -90:], max_new_tokens=20)
+        second = generate(net, held, torch.cat([first, more], dim=1), max_new_tokens=20)
+        assert held.get_seq_length() == second.shape[1] - 1
+        texts.append(second)
+    assert torch.equal(*texts)
+
+
+@over_codecs
 def test_drafts_give_the_text_of_plain_decoding(name, monkeypatch):
     model = double()
     ids = text(1)[0][:, :90]

@@ -1,10 +1,9 @@
 """The two halves of attention over packed rows on the CPU, with torch's own int4 matrix product: no compiler needed.
 
 The product takes 4-bit codes in the layout of `ops.packed` and bfloat16 activations, and adds up in float32. Scales
-stay
-outside of it: a scale per token multiplies the logits (keys) or the probabilities (values), one per channel the query.
-Codes are read relative to the middle of their range, so that what is rounded to bfloat16 is small. Codes of 2 and 3
-bits become 4-bit ones first, head by head; 8-bit ones are two 4-bit products in one.
+stay outside of it: one per token multiplies the logits (keys) or the probabilities (values), one per channel the
+query. Codes are read relative to the middle of their range, so that what is rounded to bfloat16 is small. Codes of 2
+and 3 bits become 4-bit ones first, head by head; 8-bit ones are two 4-bit products in one.
 """
 
 from __future__ import annotations
