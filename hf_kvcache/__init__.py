@@ -3,10 +3,12 @@
 from .attention import attach, detach
 from .cache import KVCache, load
 from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .paging import BlockPool
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockPool",
     "HeavyHitterCache",
     "KVCache",
     "QuantizedKIVICache",

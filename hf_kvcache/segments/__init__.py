@@ -3,6 +3,7 @@
 from .chain import Chain
 from .dense import DenseSegment, Rows, capacity_for
 from .packed import PackedStore
+from .paged import PagedSegment
 from .ragged import Ragged
 
-__all__ = ["Chain", "DenseSegment", "PackedStore", "Ragged", "Rows", "capacity_for"]
+__all__ = ["Chain", "DenseSegment", "PackedStore", "PagedSegment", "Ragged", "Rows", "capacity_for"]
