@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 Ids = np.ndarray  # block ids, int32
+_ONE = np.int32(1)  # of the type that is counted in, for which numpy has a fast path
 
 
 class Kind(NamedTuple):
@@ -68,11 +69,11 @@ class Arena:
 
     def hold(self, ids: Ids) -> None:
         """One more reference for every entry of `ids`."""
-        np.add.at(self.counts, ids.ravel(), 1)
+        np.add.at(self.counts, ids.ravel().astype(np.intp), _ONE)
 
     def release(self, ids: Ids) -> None:
         """One reference less for every entry of `ids`; blocks without any are free."""
-        np.subtract.at(self.counts, ids.ravel(), 1)
+        np.subtract.at(self.counts, ids.ravel().astype(np.intp), _ONE)
 
     def ensure(self, count: int) -> None:
         """At least `count` free blocks. Raises `MemoryError` beyond the pool's `max_bytes`, with nothing changed."""
@@ -108,18 +109,17 @@ class Arena:
         counts = self.counts[ids]
         if (counts == 1).all():
             return np.zeros(len(ids), dtype=bool)
-        unique, first, mine = np.unique(ids, return_index=True, return_counts=True)
-        move = np.ones(len(ids), dtype=bool)
-        move[first[self.counts[unique] == mine]] = False
-        return move
+        same = ids[:, None] == ids
+        stays = (same.argmax(axis=1) == np.arange(len(ids))) & (same.sum(axis=1) == counts)
+        return ~stays
 
-    def copy(self, ids: Ids) -> Ids:
-        """New blocks with the content of `ids` `[n]`, whose references move to them."""
+    def copy(self, ids: Ids, filled: int) -> Ids:
+        """New blocks with the first `filled` rows of blocks `ids` `[n]`, whose references move to them."""
         new = self.take(1, len(ids))[0]
-        source, target = self._index(ids), self._index(new)
         with torch.no_grad():
             for tensor in self.tensors().values():
-                tensor.index_copy_(1, target, tensor.index_select(1, source))
+                for source, target in zip(ids.tolist(), new.tolist(), strict=True):
+                    tensor[:, target, :filled].copy_(tensor[:, source, :filled])
         self.release(ids)
         return new
 
@@ -134,12 +134,12 @@ class Arena:
         with torch.no_grad():
             for name, new in rows.items():
                 buffer = getattr(self, name).flatten(1, 2)  # [H, slots, ...]
-                new = new.detach().transpose(0, 1).to(buffer.dtype)
+                new = new.detach()
                 if index is None:
-                    for row, start in enumerate(slots[:, 0].tolist()):
-                        buffer[:, start : start + n].copy_(new[:, row])
+                    for row, start in zip(new, slots[:, 0].tolist(), strict=True):
+                        buffer[:, start : start + n].copy_(row)
                 else:
-                    new = new.expand(buffer.shape[0], *new.shape[1:])
+                    new = new.transpose(0, 1).to(buffer.dtype).expand(buffer.shape[0], *slots.shape, *new.shape[3:])
                     buffer.index_copy_(1, index, new.flatten(1, 2))
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:

@@ -1,12 +1,12 @@
-"""Attention of a short step over blocks: each piece of the table where it lies, merged by log-sum-exp."""
+"""Attention of a short step over blocks: each piece of the table is read where it lies, or once for who shares it."""
 
 from __future__ import annotations
 
 import torch
 
-from ..ops.attention import Block, Extras, attend, merge
+from ..ops.attention import Extras, finished_logits, probabilities
+from ..ops.attention.cpu import batched_matmul
 from ..segments.paged import PagedSegment
-from .pieces import Piece
 
 
 def reads_in_pieces(store: PagedSegment) -> bool:
@@ -22,50 +22,43 @@ def over_blocks(
     visible: torch.Tensor | None = None,  # bool, broadcastable to [B, Hk, Q, N]
     bias: torch.Tensor | None = None,  # additive, broadcastable to [B, Hq, Q, N]
 ) -> torch.Tensor:
-    """Output `[B, Hq, Q, Dv]`.
+    """Output `[B, Hq, Q, Dv]`: one softmax over the products of all pieces.
 
-    Blocks that the sequences of a group share are read once: their queries are folded into the query length.
+    Queries of sequences that share blocks are folded into the query length, so that keys and values are read once.
     """
-    alone = extras._replace(sinks=None)
-    blocks = []
-    for piece in store.pieces():
-        start = piece.start * store.pool.block_size
-        keys, values = store.read("keys", piece), store.read("values", piece)
-        stop = start + keys.shape[2]
-        mask = None if visible is None else _folded(visible[..., start:stop], query, piece)
-        added = None if bias is None else _folded(bias[..., start:stop], query, piece)
-        block = attend(
-            _folded(query, query, piece),
-            keys.to(query.dtype),
-            values.to(query.dtype),
-            alone,
-            mask,
-            added,
-            need_lse=True,
-        )
-        blocks.append(_unfolded(block, query, piece))
-    return merge(blocks, extras.sinks)
+    batch, query_heads, new, dim = query.shape
+    heads = store.shape[1]
+    group = query_heads // heads
+    queries = query.reshape(batch, heads, group * new, dim) * extras.scaling
+    pieces, products = store.pieces(), []
+    for piece in pieces:
+        keys = store.read("keys", piece).to(query.dtype)
+        products.append(_unfolded(batched_matmul(_folded(queries, piece.fold), keys.transpose(-1, -2)), piece.fold))
+    logits = torch.cat(products, dim=-1).view(batch, heads, group, new, -1)
+    probs = probabilities(finished_logits(logits, extras._replace(scaling=1.0), visible, bias), extras)
+    if extras.dropout > 0:
+        probs = torch.nn.functional.dropout(probs, p=extras.dropout, training=True)
+    weights = probs.to(query.dtype).flatten(2, 3).split([product.shape[-1] for product in products], dim=-1)
+    output: torch.Tensor | None = None
+    for piece, weight in zip(pieces, weights, strict=True):
+        values = store.read("values", piece).to(query.dtype)
+        part = _unfolded(batched_matmul(_folded(weight, piece.fold), values), piece.fold).float()
+        output = part if output is None else output + part
+    assert output is not None
+    return output.to(query.dtype).reshape(batch, query_heads, new, -1)
 
 
-def _folded(x: torch.Tensor, query: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """`[B, H, Q, ...]` (or of one batch row, one query) as `[groups, H, fold * Q, ...]`."""
-    if piece.fold == 1 or (x.shape[0] == 1 and x.shape[2] == 1):
+def _folded(x: torch.Tensor, fold: int) -> torch.Tensor:
+    """`[B, H, M, N]` as `[B / fold, H, fold * M, N]`."""
+    if fold == 1:
         return x
-    batch, new = query.shape[0], query.shape[2]
-    heads, rest = x.shape[1], x.shape[3:]
-    x = x.expand(batch, heads, new, *rest).view(-1, piece.fold, heads, new, *rest)
-    return x.transpose(1, 2).reshape(-1, heads, piece.fold * new, *rest)
+    _, heads, m, n = x.shape
+    return x.reshape(-1, fold, heads, m, n).transpose(1, 2).reshape(-1, heads, fold * m, n)
 
 
-def _unfolded(block: Block, query: torch.Tensor, piece: Piece) -> Block:
-    """The reverse, of output and log-sum-exp."""
-    if piece.fold == 1:
-        return block
-
-    def undo(x: torch.Tensor) -> torch.Tensor:
-        heads, rest = x.shape[1], x.shape[3:]
-        x = x.view(-1, heads, piece.fold, query.shape[2], *rest)
-        return x.transpose(1, 2).reshape(-1, heads, query.shape[2], *rest)
-
-    assert block.lse is not None
-    return Block(undo(block.output), undo(block.lse), None)
+def _unfolded(x: torch.Tensor, fold: int) -> torch.Tensor:
+    """The reverse."""
+    if fold == 1:
+        return x
+    groups, heads, m, n = x.shape
+    return x.view(groups, heads, fold, m // fold, n).transpose(1, 2).reshape(groups * fold, heads, m // fold, n)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A run of fewer blocks is brought together with its neighbours: that costs less than a part of its own. Measured, see
-# docs/paging.md.
-LEAST = 4
-MOST = 4  # parts that are read where they lie
+# Measured, see docs/paging.md.
+LEAST_SHARED = 4  # leading blocks of a group from which on they are read once for all of it
+LEAST_RUN = 16  # blocks from which on a run is read where it lies; shorter ones are brought together
+MOST_RUNS = 4
+GATHERED = 64  # blocks that are brought together at a time: larger pieces fall out of the processor's caches
 
 
 class Piece(NamedTuple):
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
 
 def pieces_of(table: np.ndarray) -> tuple[Piece, ...]:
     """The pieces of a table `[B, n]`, in order. Layers with equal tables (most have) get the same answer."""
-    return _pieces(table.tobytes(), table.shape, LEAST)
+    return _pieces(table.tobytes(), table.shape)
 
 
 def run_of(table: np.ndarray) -> Piece | None:
@@ -34,13 +35,13 @@ def run_of(table: np.ndarray) -> Piece | None:
 
 
 @lru_cache(maxsize=256)
-def _pieces(data: bytes, shape: tuple[int, int], least: int) -> tuple[Piece, ...]:
+def _pieces(data: bytes, shape: tuple[int, int]) -> tuple[Piece, ...]:
     table = np.frombuffer(data, dtype=np.int32).reshape(shape)
     fold, common = _shared(table)
-    if common < least:
+    if common < LEAST_SHARED:
         fold = common = 0
-    found = _split(table[::fold, :common], 0, fold, least) if fold else []
-    return tuple(found + _split(table[:, common:], common, 1, least))
+    found = _split(table[::fold, :common], 0, fold) if fold else []
+    return tuple(found + _split(table[:, common:], common, 1))
 
 
 @lru_cache(maxsize=256)
@@ -78,17 +79,18 @@ def _runs(table: np.ndarray) -> list[tuple[int, int, int | None]]:
     return found
 
 
-def _split(table: np.ndarray, offset: int, fold: int, least: int) -> list[Piece]:
+def _split(table: np.ndarray, offset: int, fold: int) -> list[Piece]:
     """Long runs as pieces of their own; what lies between them is brought together."""
     runs = _runs(table)
-    long = [run for run in runs if run[2] is not None and run[1] - run[0] >= least]
-    long = sorted(sorted(long, key=lambda run: run[0] - run[1])[:MOST])
+    long = [run for run in runs if run[2] is not None and run[1] - run[0] >= LEAST_RUN]
+    long = sorted(sorted(long, key=lambda run: run[0] - run[1])[:MOST_RUNS])
     if len(runs) == 1 and runs[0][2] is not None:
         long = runs
-    found, at = [], 0
+    found, at, columns = [], 0, max(1, GATHERED // max(1, len(table)))
     for start, stop, step in [*long, (table.shape[1], table.shape[1], None)]:
-        if at < start:
-            found.append(Piece(offset + at, offset + start, fold, table[:, at:start], None))
+        for first in range(at, start, columns):
+            last = min(first + columns, start)
+            found.append(Piece(offset + first, offset + last, fold, table[:, first:last], None))
         if start < stop:
             found.append(Piece(offset + start, offset + stop, fold, table[:, start:stop], step))
         at = stop

@@ -167,7 +167,7 @@ class PagedSegment:
             arena.ensure(batch * more + int(moved.sum()))
             if moved.any():
                 ids = ids.copy()
-                ids[moved, -1] = arena.copy(partial[moved])
+                ids[moved, -1] = arena.copy(partial[moved], start % size)
             if more:
                 ids = np.concatenate([ids, arena.take(batch, more, ids[:, -1] if start else None)], axis=1)
             self._table.arena, self._table.ids, self._table.length = arena, ids, stop
@@ -192,7 +192,7 @@ class PagedSegment:
             moved = arena.shared(ids)
             if moved.any():
                 new = self.table.copy()
-                new[batch[moved], columns[moved]] = arena.copy(ids[moved])
+                new[batch[moved], columns[moved]] = arena.copy(ids[moved], size)
                 self._table.ids = new
             slots = self.table[batch, columns].astype(np.int64) * size + target % size
             arena.move(self._slots(np.array([last]))[:, 0], slots)
@@ -225,10 +225,13 @@ class PagedSegment:
         if self.loose is not None:
             self.loose.batch_map(fn)
             return
-        new = fn(torch.from_numpy(self.table)).numpy()
+        old = self.table
+        new = fn(torch.from_numpy(old)).numpy()
         with self.pool.lock:
-            self.arena.hold(new)
-            self.arena.release(self.table)
+            # Beams share nearly all of their blocks, and most entries stay as they are.
+            changed = new != old if new.shape == old.shape else slice(None)
+            self.arena.hold(new[changed])
+            self.arena.release(old[changed])
             self._table.ids = new
 
     def seal(self) -> None:
