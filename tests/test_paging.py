@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -45,6 +46,15 @@ def join(parts: list[Rows]) -> Rows:
 def assert_rows(segment: PagedSegment, expected: Rows) -> None:
     for name, tensor in expected.tensors().items():
         assert torch.equal(segment.rows.tensors()[name], tensor), name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """A pool of threads costs tiny models more than it computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
