@@ -261,7 +261,7 @@ SHAPES = {
 @pytest.mark.parametrize("gathered", [64, 6])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_over_blocks(shape, masked, new, gathered, monkeypatch) -> None:
-    monkeypatch.setattr(pieces, "LEAST_RUN", 4)
+    monkeypatch.setattr(pieces, "LEAST_RUN", 2)
     monkeypatch.setattr(pieces, "GATHERED", gathered)
     pieces._pieces.cache_clear()
     segment = PagedSegment(BlockPool(2), 0)
