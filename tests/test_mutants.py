@@ -122,6 +122,46 @@ CODEC_MUTANTS = {
     ),
 }
 
+PAGED_MUTANTS = {
+    "a shared block is written in place": (
+        "paging/arena.py",
+        "        return ~stays\n",
+        "        return stays & ~stays\n",
+        "test_a_fork_and_its_origin",
+    ),
+    "a copy of the table counts no references": (
+        "segments/paged.py",
+        "                mine.arena.hold(mine.ids)\n",
+        "",
+        "test_forks_and_batch_operations",
+    ),
+    "blocks without a row are kept": (
+        "segments/paged.py",
+        "                table.arena.release(table.ids[:, keep:])\n"
+        "            table.ids = table.ids[:, :keep].copy()\n",
+        "                pass\n",
+        "test_rolled_back_blocks",
+    ),
+    "queries of beams are taken apart in the wrong order": (
+        "paging/attend.py",
+        "    return x.view(groups, heads, fold, m // fold, n)",
+        "    return x.view(groups, heads, m // fold, fold, n).transpose(2, 3)",
+        "test_attention_over_blocks and shared",
+    ),
+    "rows of a run are read from the wrong block": (
+        "paging/arena.py",
+        "        return buffer.as_strided(shape, strides, base * row)\n",
+        "        return buffer.as_strided(shape, strides, 0)\n",
+        "test_attention_over_blocks and rows",
+    ),
+    "garbage is given back in the middle of an operation": (
+        "paging/pool.py",
+        "weakref.finalize(owner, self._gone.append, table)",
+        "weakref.finalize(owner, table.drop)",
+        "test_garbage_collected",
+    ),
+}
+
 
 CATCHING = "tests/test_directed.py"
 
@@ -148,7 +188,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py"):
+    for name in ("test_directed.py", "test_paging.py", "test_state_machine.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -159,15 +199,16 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *PAGED_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS | PAGED_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else CATCHING)
+        others = {"tests/contract/test_codecs.py": CODEC_MUTANTS, "tests/test_paging.py": PAGED_MUTANTS}
+        result = run_tests(tree, test, next((f for f, mutants in others.items() if name in mutants), CATCHING))
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

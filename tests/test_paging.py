@@ -340,6 +340,17 @@ def test_forks_and_batch_operations_copy_nothing() -> None:
     assert stats["used"] == 0 and stats["free"] == stats["blocks"]
 
 
+def test_rolled_back_blocks_go_back() -> None:
+    pool = BlockPool(4)
+    segment = PagedSegment(pool, 0)
+    held = rows(2, 17)
+    segment.append(held)
+    for cut, used in ((1, 8), (3, 8), (1, 6), (8, 2)):
+        segment.crop(cut)
+        assert check_books(pool)["used"] == used
+    assert_rows(segment, held.map(lambda t: t[:, :, :4]))
+
+
 def test_a_fork_and_its_origin_go_their_own_ways() -> None:
     model, stock, pool = model_of("llama"), stock_of("llama"), BlockPool(4)
     ids, mask = batch(3, more=20)
