@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -264,9 +265,13 @@ def test_attention_over_blocks(shape, masked, new, gathered, monkeypatch) -> Non
     monkeypatch.setattr(pieces, "LEAST_RUN", 2)
     monkeypatch.setattr(pieces, "GATHERED", gathered)
     pieces._pieces.cache_clear()
-    segment = PagedSegment(BlockPool(2), 0)
+    pool = BlockPool(2)
+    neighbour, segment = PagedSegment(pool, 0), PagedSegment(pool, 0)
+    neighbour.append(rows(1, 5))
     SHAPES[shape](segment)
-    held = segment.rows
+    arena, table, total = segment.arena, segment.table, segment.length
+    held = Rows(*(arena.gather(name, table)[:, :, :total] for name in ("keys", "values", "positions")))
+    assert_rows(segment, held)
     batch, total = len(segment.table), segment.length
     query = torch.randn(batch, 4, new, DIM)
     visible = bias = None
@@ -591,6 +596,30 @@ def test_garbage_collected_in_the_middle_of_an_operation() -> None:
         gc.collect()
         assert segment.arena.counts.tolist() == counts.tolist()
     assert check_books(pool)["used"] == 4
+
+
+def test_a_pool_that_nobody_holds_is_freed_at_once() -> None:
+    segment = PagedSegment(BlockPool(2), 0)
+    segment.append(rows(1, 8))
+    buffer = weakref.ref(segment.arena.keys)
+    gc.disable()
+    try:
+        del segment
+        assert buffer() is None
+    finally:
+        gc.enable()
+
+
+def test_inference_mode_then_no_grad() -> None:
+    model, stock, pool = model_of("llama"), stock_of("llama"), BlockPool(4)
+    ids, mask = batch(3, more=4)
+    expected = feed(stock, dynamic(stock), ids, mask, [18, 1, 1, 1])
+    cache = KVCache(model, pool=pool)
+    with torch.inference_mode():
+        feed(model, cache, ids, mask, [18, 1])
+        fork = copy.deepcopy(cache)
+    for each in (cache, fork):
+        assert torch.allclose(feed(model, each, ids, mask, [1, 1], start=19), expected[:, 2:], atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "64"])

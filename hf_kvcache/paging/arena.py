@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,7 +42,9 @@ class Arena:
     def __init__(self, kind: Kind, block_size: int, admit: Callable[[Arena, int, int], int]) -> None:
         self.kind = kind
         self.block_size = block_size
-        self.admit = admit  # (arena, blocks needed, blocks wished for) -> blocks to add; refuses beyond `max_bytes`
+        # (arena, blocks needed, blocks wished for) -> blocks to add; refuses beyond `max_bytes`. A weak reference, so
+        # that a pool nobody holds is freed at once.
+        self.admit = weakref.WeakMethod(admit)
         self.counts = np.zeros(0, dtype=np.int32)  # references to each block; 0: free
         self.keys, self.values, self.positions = self._buffers(0)
 
@@ -79,8 +82,10 @@ class Arena:
         """At least `count` free blocks. Raises `MemoryError` beyond the pool's `max_bytes`, with nothing changed."""
         short = count - self.free
         if short > 0:
+            admit = self.admit()
+            assert admit is not None
             # A sixteenth more than is needed, so that a growing sequence is not copied for every block.
-            self._resize(self.capacity + self.admit(self, short, max(short, self.capacity // 16)))
+            self._resize(self.capacity + admit(self, short, max(short, self.capacity // 16)))
 
     def take(self, rows: int, each: int, after: Ids | None = None) -> Ids:
         """`[rows, each]` free blocks with one reference each: neighbours where possible, if may be behind `after`."""
