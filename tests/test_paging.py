@@ -649,3 +649,22 @@ def test_a_pool_is_not_pickled() -> None:
 
     with pytest.raises(TypeError, match="save"):
         pickle.dumps(BlockPool())
+
+
+@pytest.mark.slow
+def test_beams_on_the_small_real_model(smollm2) -> None:
+    from hf_kvcache.evaluate.texts import topics
+
+    model, tokenizer = smollm2
+    ids = tokenizer(topics()[5000:12000], return_tensors="pt").input_ids[:, :900]
+    arguments = dict(max_new_tokens=12, do_sample=False, num_beams=4, pad_token_id=0)
+    mask = torch.ones_like(ids)
+    expected = generate(model, None, ids, mask, **arguments)
+    pool = BlockPool()
+    implementation = model.config._attn_implementation
+    ours = generate(model, KVCache(model, pool=pool), ids, mask, **arguments)
+    hf_kvcache.detach(model)
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(ours, expected)
+    gc.collect()
+    assert check_books(pool)["used"] == 0
