@@ -88,7 +88,7 @@ class Arena:
             self._resize(self.capacity + admit(self, short, max(short, self.capacity // 16)))
 
     def take(self, rows: int, each: int, after: Ids | None = None) -> Ids:
-        """`[rows, each]` free blocks with one reference each: neighbours where possible, if may be behind `after`."""
+        """`[rows, each]` free blocks with one reference each: neighbours if there are any, best behind `after`."""
         count = rows * each
         self.ensure(count)
         if after is not None:
