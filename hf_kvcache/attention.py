@@ -323,7 +323,7 @@ def _over_packed(
         # A draft is checked in one step, but each of its tokens sees what it would see if they came one by one.
         seen = store if not start else store.as_of(new - start)
         blocks.append(_packed_block(layer, seen, query, sight, extras, start, stop, want))
-    output = torch.cat([block.output for block in blocks], dim=2)
+    output = blocks[0].output if len(blocks) == 1 else torch.cat([block.output for block in blocks], dim=2)
     probs = torch.cat([block.probs for block in blocks if block.probs is not None], dim=2) if want else None
     return output.transpose(1, 2).contiguous(), probs
 
@@ -340,19 +340,27 @@ def _packed_block(
 ) -> Block:
     """Queries `start:stop` over the rows of `store`."""
     front, packed, tail = store.attended()
-    visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), tail.keys.shape[1])
-    moved = layer.front()
+    heads = tail[0].shape[1]
+    visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), heads)
+    moved, first = layer.front(), None
+    if front is not None:
+        first = _exact(front.keys, front.values, moved, query.dtype)
+    elif moved is not None:
+        tail = _exact(*tail, moved, query.dtype)
+    if tail[0].dtype != query.dtype:
+        tail = _exact(*tail, None, query.dtype)
+    return decode_attention(query[:, :, start:stop], first, packed, tail, extras, visible, bias, need_probs=want)
 
-    def exact(rows: Rows, is_front: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = {"keys": rows.keys, "values": rows.values}
-        if is_front and moved is not None:
-            which, sinks = moved
-            pair[which] = torch.cat([sinks, pair[which][:, :, sinks.shape[2] :]], dim=2)
-        return pair["keys"].to(query.dtype), pair["values"].to(query.dtype)
 
-    first = None if front is None else exact(front, True)
-    rest = exact(tail, front is None)
-    return decode_attention(query[:, :, start:stop], first, packed, rest, extras, visible, bias, need_probs=want)
+def _exact(
+    keys: torch.Tensor, values: torch.Tensor, moved: tuple[str, torch.Tensor] | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact rows in the model's dtype, the first of them moved where a policy moves sinks."""
+    pair = {"keys": keys, "values": values}
+    if moved is not None:
+        which, sinks = moved
+        pair[which] = torch.cat([sinks, pair[which][:, :, sinks.shape[2] :]], dim=2)
+    return pair["keys"].to(dtype), pair["values"].to(dtype)
 
 
 def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:

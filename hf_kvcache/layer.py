@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,6 +35,15 @@ expected = threading.local()
 
 # Queries kept back while a draft is being verified: the longest draft that can be rolled back.
 MAX_ROLLBACK = 256
+
+
+def _new_indices(start: int, new: int, device: torch.device) -> torch.Tensor:
+    """Sequence indices of new tokens, int32 `[new]`."""
+    return torch.arange(start, start + new, dtype=torch.int32, device=device)
+
+
+# All layers of a step are given the same ones. A training step keeps its tensors, so those are its own.
+_indices = lru_cache(maxsize=2)(_new_indices)
 
 
 @dataclass
@@ -109,6 +119,7 @@ class KVLayer(CacheLayerMixin):
         self._has_empty = False  # some row may be padding or an empty slot
         self._padding: torch.Tensor | None = None  # [B] padding tokens at the start of each batch row
         self._batch = -1
+        self._fitting: tuple[int, int, int] | None = None  # sizes that were found to fit the rows held
         self.is_initialized = False
 
     # ------------------------------------------------------------------ state that transformers asks for
@@ -206,8 +217,8 @@ class KVLayer(CacheLayerMixin):
             self._batch = key_states.shape[0]
             self.is_initialized = True
         held = self.segments.length
-        index = torch.arange(self._seen, self._seen + new, dtype=torch.int32, device=key_states.device)
-        positions = index.expand(self._batch, 1, new)
+        indices = _new_indices if torch.is_grad_enabled() else _indices
+        positions = indices(self._seen, new, key_states.device).expand(self._batch, 1, new)
         scores = None
         if self.policy.uses_scores:
             scores = torch.zeros(key_states.shape[:3], dtype=torch.float32, device=key_states.device)
@@ -233,9 +244,13 @@ class KVLayer(CacheLayerMixin):
                 f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
                 "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
             )
-        held = self.segments.shape[1:]
         given = (keys.shape[1], keys.shape[3], values.shape[3])
-        if held != given:
+        if given == self._fitting:
+            return
+        held = self.segments.shape[1:]
+        if held == given:
+            self._fitting = given
+        else:
             raise ValueError(
                 f"layer {self.layer_idx} holds (kv heads, key size, value size) = {held} but was given {given}: this "
                 "cache belongs to another model; make a new one or call `cache.reset()`"
