@@ -22,7 +22,7 @@ from .layer import KVLayer, expected
 from .ops.attention import Block, Extras, attend, merge
 from .ops.decode_attention import decode_attention
 from .policies.base import Step
-from .segments import DenseSegment, PackedStore, Ragged, Rows
+from .segments import DenseSegment, PackedChain, PackedStore, Ragged, Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -103,7 +103,7 @@ def attention_forward(
             output = _by_head(layer.segments.heads, query, sight, extras)
             layer.finish_unseen()
             return output.transpose(1, 2).contiguous(), None
-    elif query.shape[2] <= SHORT_STEP and not expanded and before != "eager" and layer.is_sealed:
+    elif not expanded and before != "eager" and layer.is_sealed and _over_segments(layer, query, before):
         output = _merged(layer.parts, query, sight, extras)
         if not layer.shared:
             layer.finish_unseen()
@@ -306,7 +306,7 @@ def _is_packed(layer: KVLayer) -> bool:
     """Whether a layer with a codec has rows that are not in its exact tail."""
     store, pending = layer.segments, layer.pending
     assert isinstance(store, PackedStore) and pending is not None
-    return pending.written and (store.has_packed or store.front is not None)
+    return pending.written and store.in_parts
 
 
 def _over_packed(
@@ -342,6 +342,8 @@ def _packed_block(
     front, packed, tail = store.attended()
     heads = tail[0].shape[1]
     visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), heads)
+    if isinstance(store, PackedChain) and store.sealed:
+        return _packed_parts(store, query[:, :, start:stop], visible, bias, extras, want)
     moved, first = layer.front(), None
     if front is not None:
         first = _exact(front.keys, front.values, moved, query.dtype)
@@ -363,19 +365,100 @@ def _exact(
     return pair["keys"].to(dtype), pair["values"].to(dtype)
 
 
+def _over_segments(layer: KVLayer, query: torch.Tensor, before: str) -> bool:
+    """Whether a step goes over the segments as they lie: short ones, and those that would copy rows for a batch."""
+    if query.shape[2] <= SHORT_STEP:
+        return True
+    # Long steps keep their queries' probabilities for the backward pass, so there SDPA over a copy takes less.
+    return layer.is_shared_by_rows and before == "sdpa" and not torch.is_grad_enabled()
+
+
 def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:
-    """A short step over several segments: each is attended where it lies, and the results are merged."""
-    visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), parts[0].keys.shape[1])
-    blocks, start = [], 0
+    """A step over several segments: each is attended where it lies, and the results are merged."""
+    piece = max(1, PIECE_ELEMENTS // (query.shape[0] * query.shape[1] * sight.total))
+    piece = sight.new if sight.new <= SHORT_STEP else piece
     alone = extras._replace(sinks=None)
-    for part in parts:
-        stop = start + part.length
-        keys, values = part.keys.to(query.dtype), part.values.to(query.dtype)
-        mask = None if visible is None else visible[..., start:stop]
-        part_bias = None if bias is None else bias[..., start:stop]
-        blocks.append(attend(query, keys, values, alone, mask, part_bias, need_lse=True))
+    outputs = []
+    for first in range(0, sight.new, piece):
+        last = min(first + piece, sight.new)
+        visible, bias = _by_kv_head(sight.visible(first, last), sight.bias(first, last), parts[0].keys.shape[1])
+        blocks, start = [], 0
+        for part in parts:
+            stop = start + part.length
+            keys, values = part.keys.to(query.dtype), part.values.to(query.dtype)
+            attend_part = partial(attend, keys=keys, values=values, extras=alone, need_lse=True)
+            mask, added = _columns(visible, start, stop), _columns(bias, start, stop)
+            blocks.append(_for_all_rows(attend_part, query[:, :, first:last], keys.shape[0], mask, added))
+            start = stop
+        outputs.append(merge(blocks, extras.sinks))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _packed_parts(
+    store: PackedChain,
+    query: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extras: Extras,
+    want: bool,
+) -> Block:
+    """Attention over sealed parts and what came after them, merged."""
+    alone = extras._replace(sinks=None)
+    blocks, start = [], 0
+    for part in (*store.sealed, store):
+        front, packed, tail = part.attended()
+        first = None if front is None else _exact(front.keys, front.values, None, query.dtype)
+        rest = _exact(*tail, None, query.dtype)
+        length = rest[0].shape[2] + sum(rows.length for rows in (front, packed) if rows is not None)
+        stop = start + length
+        attend_part = partial(
+            decode_attention, front=first, packed=packed, tail=rest, extras=alone, need_probs=want, need_lse=True
+        )
+        mask, added = _columns(visible, start, stop), _columns(bias, start, stop)
+        blocks.append(_for_all_rows(attend_part, query, rest[0].shape[0], mask, added))
         start = stop
-    return merge(blocks, extras.sinks)
+    output = merge(blocks, extras.sinks)
+    if not want:
+        return Block(output, None, None)
+    lse = torch.stack([block.lse for block in blocks if block.lse is not None])
+    total = torch.logsumexp(lse, dim=0)
+    if extras.sinks is not None:
+        total = torch.logaddexp(total, extras.sinks.float()[None, :, None])
+    shares = torch.exp(lse - total)[..., None]
+    probs = [block.probs * share for block, share in zip(blocks, shares, strict=True) if block.probs is not None]
+    return Block(output, None, torch.cat(probs, dim=-1))
+
+
+def _columns(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if mask is None else mask[..., start:stop]
+
+
+def _for_all_rows(
+    attend_part: Callable[..., Block],
+    query: torch.Tensor,
+    batch: int,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Block:
+    """Attention over rows of `batch` batch rows: one that stands for all is read once, by the queries of all."""
+    rows, heads, new, dim = query.shape
+    if batch == rows:
+        return attend_part(query, visible=visible, bias=bias)
+
+    def fold(mask: torch.Tensor | None) -> torch.Tensor | None:
+        if mask is None or (mask.shape[0] == 1 and mask.shape[2] == 1):
+            return mask
+        wide = mask.expand(rows, -1, new, -1)
+        return wide.transpose(0, 1).reshape(1, mask.shape[1], rows * new, mask.shape[3])
+
+    def unfold(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.reshape(heads, rows, new, *tensor.shape[3:]).transpose(0, 1)
+
+    folded = query.transpose(0, 1).reshape(1, heads, rows * new, dim)
+    block = attend_part(folded, visible=fold(visible), bias=fold(bias))
+    output = unfold(block.output)
+    assert output is not None
+    return Block(output, unfold(block.lse), unfold(block.probs))
 
 
 def _decodes_by_head(layer: KVLayer, query: torch.Tensor, expanded: bool, before: str) -> bool:

@@ -250,7 +250,7 @@ class KVCache(DynamicCache):
         layers = self.kv_layers
         exact = layers[0].element_size * 8
         packed = [layer.segments for layer in layers if isinstance(layer.segments, PackedStore)]
-        packed = [store for store in packed if store.has_packed]
+        packed = [store for store in packed if store.packs]
         if not packed:
             return f"{exact}"
         widths = [store.codec.bits_per_element(*store.shape[2:]) for store in packed]
@@ -312,7 +312,8 @@ class KVCache(DynamicCache):
         """Make everything held so far read-only, so that copies of this cache share it instead of copying it.
 
         A prompt read once can then be continued many times: `cache.seal()`, and `copy.deepcopy(cache)` for each
-        continuation costs no bytes for the prompt. Lossless. Raises `ValueError` for caches that drop tokens.
+        continuation costs no bytes for the prompt. Lossless (of a codec: everything but its exact tail is shared, as it
+        is packed). Raises `ValueError` for caches that drop tokens.
         """
         for layer in self.kv_layers:
             layer.seal()

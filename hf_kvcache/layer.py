@@ -214,8 +214,7 @@ class KVLayer(CacheLayerMixin):
         self._check(key_states, value_states)
         new = key_states.shape[2]
         if not self.is_initialized:
-            self._batch = key_states.shape[0]
-            self.is_initialized = True
+            self._begin(key_states.shape[0])
         held = self.segments.length
         indices = _new_indices if torch.is_grad_enabled() else _indices
         positions = indices(self._seen, new, key_states.device).expand(self._batch, 1, new)
@@ -236,10 +235,17 @@ class KVLayer(CacheLayerMixin):
         total = self._seen if self.full_width or self._reads_in_order else held + new
         return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
 
+    def _begin(self, batch: int) -> None:
+        """Take the batch size from the first tokens. Rows of a shared prefix are for as many batch rows as come."""
+        if batch > 1 and not self.segments.is_empty:
+            self.segments.batch_map(lambda t: t.repeat_interleave(batch, dim=0))
+        self._batch = batch
+        self.is_initialized = True
+
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not self.is_initialized or self.segments.is_empty:
+        if self.segments.is_empty:
             return
-        if keys.shape[0] != self._batch:
+        if self.is_initialized and keys.shape[0] != self._batch:
             raise ValueError(
                 f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
                 "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
@@ -274,6 +280,11 @@ class KVLayer(CacheLayerMixin):
         """Whether the rows to attend over lie in more than one segment."""
         return isinstance(self.segments, Chain) and bool(self.segments.sealed) and len(self.parts) > 1
 
+    @property
+    def is_shared_by_rows(self) -> bool:
+        """Whether some of those segments hold one batch row that stands for several."""
+        return self.is_sealed and any(part.keys.shape[0] != self._batch for part in self.parts)
+
     def seal(self) -> None:
         """Make the rows held so far read-only, to be shared by copies of the cache.
 
@@ -282,7 +293,21 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self.policy.drops or self.is_sliding or isinstance(self.segments, Ragged):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
-        self.segments.seal()
+        self.segments = self.segments.seal()
+
+    def adopt(self, parts: list[Rows]) -> None:
+        """Begin, on an empty layer, with read-only rows `[1, H, N, D]` of the first tokens of every batch row."""
+        assert isinstance(self.segments, Chain) and not self._seen
+        self.segments.adopt(parts)
+        self._seen = self.segments.length
+        self._batch = 1
+
+    def free_batch(self) -> None:
+        """Let what one batch row holds stand for as many batch rows as the next tokens have."""
+        self.settle()
+        assert self._batch == 1 and self._padding is None
+        self.is_initialized = self.record_past = self._rolled_back = False
+        self._next_is_prompt = True
 
     @property
     def total(self) -> int:
@@ -694,8 +719,8 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self._deferred is not None:
             self._apply(self._deferred)
-        if self.segments.is_empty:
-            return
+        if self.segments.is_empty or not self.is_initialized:
+            return  # nothing is held, or what will stand for any batch
         self.segments.batch_map(fn)
         self.policy.batch_map(fn)
         if self._padding is not None:

@@ -4,5 +4,6 @@ from .chain import Chain
 from .dense import DenseSegment, Rows, capacity_for
 from .packed import PackedStore
 from .ragged import Ragged
+from .sealed import PackedChain
 
-__all__ = ["Chain", "DenseSegment", "PackedStore", "Ragged", "Rows", "capacity_for"]
+__all__ = ["Chain", "DenseSegment", "PackedChain", "PackedStore", "Ragged", "Rows", "capacity_for"]

@@ -82,6 +82,13 @@ class DenseSegment:
         self.length = 0
         self._step: int | None = None  # rows to grow by, once a policy has decided how many there should be
 
+    @classmethod
+    def of(cls, rows: Rows) -> DenseSegment:
+        """A segment of these very tensors, which are not to be written."""
+        segment = cls()
+        segment._table, segment.length = rows, rows.length
+        return segment
+
     @property
     def rows(self) -> Rows:
         """The rows held, as views of the buffers."""
@@ -118,9 +125,11 @@ class DenseSegment:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, slack included."""
-        if self._table is None:
-            return 0
-        return sum(t.untyped_storage().nbytes() for t in self._table.tensors().values())
+        return sum(self.storages().values())
+
+    def storages(self) -> dict[int, int]:
+        """Address and bytes of each buffer."""
+        return storages_of([] if self._table is None else list(self._table.tensors().values()))
 
     def append(self, rows: Rows) -> None:
         """Write rows after the last one; grow the buffers where they are full."""
@@ -232,6 +241,12 @@ class DenseSegment:
             self.widen_positions()
         elif mine > theirs:
             rows.positions = rows.positions.expand(-1, mine, -1)
+
+
+def storages_of(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of the storage of each tensor; what several of them share is there once."""
+    held = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
 
 
 def _in_graph(rows: Rows) -> bool:

@@ -109,6 +109,16 @@ class PackedStore:
         return self.slots > 0
 
     @property
+    def in_parts(self) -> bool:
+        """Whether some rows are not in the tail."""
+        return self.has_packed or self.front is not None
+
+    @property
+    def packs(self) -> bool:
+        """Whether some rows are packed."""
+        return self.has_packed
+
+    @property
     def has_holes(self) -> bool:
         """Whether some packed or front slot holds no token."""
         tables = [] if self.front is None else [self.front.positions]
@@ -719,8 +729,15 @@ class PackedStore:
         twin.tail.append(newest)
         return twin
 
-    def seal(self) -> None:
-        raise ValueError("rows of a codec cannot be made read-only; seal a cache without a codec")
+    def seal(self) -> PackedStore:
+        """This store with everything but its tail read-only, for copies to share."""
+        from .sealed import PackedChain
+
+        return PackedChain.of(self)
+
+    def flat(self) -> PackedStore:
+        """A store that holds all rows itself."""
+        return self
 
 
 def grown(
