@@ -2,17 +2,21 @@
 
 from .attention import attach, detach
 from .cache import KVCache, load
-from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .caches import CrossLayerSharedCache, HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .sharing import Sharing, find_sharing
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CrossLayerSharedCache",
     "HeavyHitterCache",
     "KVCache",
     "QuantizedKIVICache",
+    "Sharing",
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",
     "detach",
+    "find_sharing",
     "load",
 ]
