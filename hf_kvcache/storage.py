@@ -162,7 +162,9 @@ def load_into(cache: KVCache, path: str) -> None:
     description, tensors = _read(path)
     mine = (type(cache).__name__, _policy_name(cache), cache.arguments(), _described(cache.codec), cache.scope)
     theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "codec", "scope"))
-    mine, theirs = (*mine, _described_sharing(cache)), (*theirs, description.get("sharing"))  # older files have none
+    theirs_shared, mine_shared = description.get("sharing"), _described_sharing(cache)  # older files have none
+    if theirs_shared != mine_shared:
+        raise ValueError(f"{path}: written by a cache with sharing={theirs_shared}, but this one has {mine_shared}")
     if mine != theirs:
         raise ValueError(f"{path}: written by {theirs}, but this cache is {mine}")
     _fill(cache, path, description, tensors, None)

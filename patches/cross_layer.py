@@ -1,10 +1,10 @@
 """Layers that share keys and values, without the projections they no longer need, and in training too.
 
-For: transformers 5.17 to 5.24 (any version whose attention modules have `q_proj`, `k_proj`, `v_proj` and hand their keys
-to `cache.update`).
+For: transformers 5.17 to 5.24 (any version whose attention modules have `q_proj`, `k_proj`, `v_proj` and hand their
+keys to `cache.update`).
 Stands in for: cross-layer sharing in modelling files that were not written for it. `CrossLayerSharedCache` alone makes
-followers attend over their source's rows, but the model still computes the keys and values that nobody reads, and a pass
-without a cache (training, perplexity) shares nothing.
+followers attend over their source's rows, but the model still computes the keys and values that nobody reads, and a
+pass without a cache (training, perplexity) shares nothing.
 Can go: when transformers lets a config say which layers share, as Gemma 3n and Gemma 4 do for themselves.
 
 While the patch is applied a follower's `k_proj`, `v_proj` and `k_norm` are not computed, and what its attention gets is
@@ -93,8 +93,8 @@ def _attention_modules(model: PreTrainedModel, found: dict[int, int]) -> dict[in
             modules[index] = module
     if wanted - set(modules):
         raise NotImplementedError(
-            f"{type(model).__name__} has no separate {', '.join(PROJECTIONS)} in layers {sorted(wanted - set(modules))}, "
-            "so nothing can be left out there. CrossLayerSharedCache works without this patch."
+            f"{type(model).__name__} has no separate {', '.join(PROJECTIONS)} in layers "
+            f"{sorted(wanted - set(modules))}, so nothing can be left out there. CrossLayerSharedCache works as it is."
         )
     return modules
 
@@ -210,7 +210,8 @@ class _Patch:
         if any(mine.get(follower) != source for follower, source in self.found.items()):
             raise ValueError(
                 f"the layers of this model share keys and values by the map {self.found}, but this "
-                f"{type(cache).__name__} was made with sharing={cache.sharing}: make it with that map, or undo the patch"
+                f"{type(cache).__name__} was made with sharing={cache.sharing}: make it with that map, or undo the "
+                "patch"
             )
 
 
@@ -224,7 +225,12 @@ class _Relay:
         patch, now = self.patch, self.patch.now
         if layer_idx in patch.found:
             patch.read.add(layer_idx)
-            return now.rows[patch.found[layer_idx]]
+            rows = now.rows[patch.found[layer_idx]]
+            if self.cache is not None and layer_idx < len(self.cache.layers):
+                layer: Any = self.cache.layers[layer_idx]
+                if layer.keys is None:  # some versions crop a layer that has never been filled
+                    layer.keys, layer.values = (t.new_zeros(*t.shape[:2], 0, t.shape[3]) for t in rows)
+            return rows
         now.starts[layer_idx] = self.get_seq_length(layer_idx)
         rows = (keys, values) if self.cache is None else self.cache.update(keys, values, layer_idx, *args, **kwargs)
         now.rows[layer_idx] = rows
@@ -249,8 +255,8 @@ def _width(projection: nn.Module, module: nn.Module | None) -> int:
 
 
 def _nothing(width: int, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Zeros `[B, S, width]` that take no memory, in place of keys or values that nobody reads."""
-    return states.new_zeros(1).expand(*states.shape[:-1], width)
+    """Zeros `[B, S, width]` in place of keys or values that nobody reads."""
+    return states.new_zeros(*states.shape[:-1], width)
 
 
 __all__ = ["apply", "shared_layers"]

@@ -33,7 +33,8 @@ class Sharing:
     """Which layer reads whose rows, and how it was found. `KVCache(model, sharing=this)` takes it.
 
     Attributes:
-        map: follower -> source, layer indices.
+        map: follower -> source, layer indices, in the order they were chosen: the first n pairs are what a search for n
+            would have found.
         layers: layers of the model.
         method: `"kl"` or `"kvsharer"`.
         kl: divergence of the shared model's predictions from the model's own, on the calibration texts (nats a token).
@@ -97,8 +98,8 @@ def find_sharing(
 
     Args:
         model: the model, in eval mode; it is left as it came.
-        texts: some texts (with `tokenizer`) or id tensors `[1, T]`, one or a list. The first `tokens` tokens of each are
-            used (of the shortest, if that has fewer).
+        texts: some texts (with `tokenizer`) or id tensors `[1, T]`, one or a list. The first `tokens` tokens of each
+            are used (as many as the shortest has, if fewer).
         layers_to_share: how many layers become followers.
         method: `"kl"`, or `"kvsharer"` as published: followers follow layers *unlike* them.
         tokenizer: for texts.
@@ -141,9 +142,8 @@ def find_sharing(
             detach(model)
     signature = plain_signature(model.config)
     kl, cosine = search.measure(search.map)
-    found = dict(sorted(search.map.items()))
     size = windows[0].shape[1]
-    return Sharing(found, len(kinds), method, kl, cosine, search.tried, len(windows), size, signature)
+    return Sharing(search.map, len(kinds), method, kl, cosine, search.tried, len(windows), size, signature)
 
 
 def plain_signature(config: Any) -> list[Any]:
@@ -371,7 +371,7 @@ def _read(content: Any) -> Sharing:
         for value in row[2:]:
             _check_number("tried", value, -1, 1e9)
     _check_signature(content["signature"])
-    return Sharing(**{name: content[name] for name in names} | {"map": dict(sorted(found.items()))})
+    return Sharing(**{name: content[name] for name in names} | {"map": found})
 
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:

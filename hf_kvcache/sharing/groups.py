@@ -130,7 +130,7 @@ def _checked(mapping: Mapping[Any, Any], kinds: Sequence[Kind]) -> dict[int, int
     if not mapping:
         raise ValueError("`sharing` is an empty map: leave it None to share nothing")
     for layer in [*mapping.keys(), *mapping.values()]:
-        if not isinstance(layer, numbers.Integral) or isinstance(layer, bool) or not 0 <= layer < len(kinds):
+        if not isinstance(layer, numbers.Integral) or isinstance(layer, bool) or int(layer) not in range(len(kinds)):
             raise ValueError(f"`sharing` names layer {layer!r}; this model has layers 0 to {len(kinds) - 1}")
     found = {int(follower): int(source) for follower, source in sorted(mapping.items())}
     for follower, source in found.items():

@@ -1,4 +1,4 @@
-"""Layers that share: against a stock model whose followers are handed their source's keys, and against their own runs."""
+"""Layers that share, against a stock model whose followers are handed their source's keys, and against own runs."""
 
 from __future__ import annotations
 
@@ -92,6 +92,11 @@ class Oracle(DynamicCache):
         if layer_idx not in self.sharing:
             self.given[layer_idx] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return self.given[self.sharing.get(layer_idx, layer_idx)]
+
+    def crop(self, tokens_to_remove):
+        for index, layer in enumerate(self.layers):
+            if index not in self.sharing:  # followers were never filled
+                layer.crop(tokens_to_remove)
 
 
 def oracle(case: str, attention: str = "sdpa") -> tuple[PreTrainedModel, Oracle]:
@@ -222,15 +227,30 @@ def test_from_a_config_and_on_a_model_with_attention_of_its_own():
     assert_close(read(CrossLayerSharedCache(bloom)), read(Oracle(bloom.config, PAIRS)))
 
 
-@pytest.mark.parametrize("name", ["diffllama", "jamba", "llama4_text", "gpt_neox", "olmo2"])
-def test_other_models(name):
-    """Values changed before attention, linear layers in between, lengths asked by layer, joined projections, norms."""
+def deeper(name: str) -> PreTrainedModel:
+    """The tiny model of a type with its layers twice, where no two of them are of one kind."""
     from hf_kvcache.compat.shrink import build
 
     model = build(name)
+    config = model.config
+    lists = {field: list(getattr(config, field, None) or []) for field in ("layer_types", "no_rope_layers")}
+    if config.num_hidden_layers > 3 or all(len(set(values)) < 2 for values in lists.values()):
+        return model
+    for field, values in lists.items():
+        if values:
+            setattr(config, field, values * 2)
+    config.num_hidden_layers *= 2
+    torch.manual_seed(1)
+    return type(model)(config).eval()
+
+
+@pytest.mark.parametrize("name", ["diffllama", "jamba", "llama4_text", "smollm3", "gpt_neox", "olmo2"])
+def test_other_models(name):
+    """Values changed before attention, linear layers in between, lengths asked by layer, joined projections, norms."""
+    model = deeper(name)
     ids, mask = batch(2, more=8)
     ids = ids % model.config.vocab_size
-    cache = CrossLayerSharedCache(model)
+    cache = CrossLayerSharedCache(model, scope="all" if name == "llama4_text" else "full")
     expected = feed(model, Oracle(model.config, cache.sharing), ids, mask, [18, 1, 1, 4, 1])
     assert_close(feed(model, cache, ids, mask, [18, 1, 1, 4, 1]), expected)
 
