@@ -2,20 +2,24 @@
 
 from .attention import attach, detach
 from .cache import KVCache, load
-from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .caches import CrossLayerSharedCache, HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
 from .prefix import PrefixStore, prefix_training
+from .sharing import Sharing, find_sharing
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CrossLayerSharedCache",
     "HeavyHitterCache",
     "KVCache",
     "PrefixStore",
     "QuantizedKIVICache",
+    "Sharing",
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",
     "detach",
+    "find_sharing",
     "load",
     "prefix_training",
 ]

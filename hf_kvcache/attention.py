@@ -131,7 +131,7 @@ def attention_forward(
     if isinstance(store, PackedStore) and not policy.drops and not layer.shared:
         layer.finish_unseen()
         return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
-    if pending.step is not None:  # a later layer, with the keys of this one
+    if pending.step is not None and layer.shared:  # a later layer, with the keys of this one
         return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
     step = Step(
         rows=layer.current() if keys is None else rows,
@@ -626,9 +626,9 @@ def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
 
 def _check_model(layer: KVLayer, module: nn.Module) -> None:
     config = getattr(module, "config", None)
-    if config is None or layer.signature is None or layer.checked == id(module):
+    if config is None or layer.signature is None or id(module) in layer.checked:
         return
-    layer.checked = id(module)
+    layer.checked.add(id(module))
     given = signature_of(config.get_text_config(decoder=True))  # encoder and decoder may differ in size
     pairs = zip(given[1:], layer.signature[1:], strict=True)
     if any(a != b and VARIES not in (a, b) for a, b in pairs):

@@ -43,8 +43,9 @@ class KVCache(DynamicCache):
             (`hf_kvcache.codecs.PRESETS`); None writes full precision. For full-attention layers, and with
             `scope="all"` for sliding ones where the policy keeps all. A policy that overwrites single rows
             (`HeavyHitter`, `SnapKV(decode_budget=...)`) needs a codec of self-contained rows (`Rotated`).
-        offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
-            raises `NotImplementedError`.
+        offload: where blocks live. Not available in this version: anything but None raises `NotImplementedError`.
+        sharing: which layers read the rows of an earlier one instead of having their own: a factor, a map
+            `{follower: source}`, or what `find_sharing` returned; see `CrossLayerSharedCache`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
             to transformers; `"all"` replaces sliding and chunked attention layers too.
 
@@ -62,9 +63,8 @@ class KVCache(DynamicCache):
         sharing: Any = None,
         scope: str = "full",
     ) -> None:
-        for name, part in (("offload", offload), ("sharing", sharing)):
-            if part is not None:
-                raise NotImplementedError(f"`{name}` is not available in this version of hf_kvcache; leave it None")
+        if offload is not None:
+            raise NotImplementedError("`offload` is not available in this version of hf_kvcache; leave it None")
         if scope not in ("full", "all"):
             raise ValueError(f"`scope` must be 'full' or 'all', got {scope!r}")
         policy = policy if policy is not None else Policy()
@@ -130,6 +130,7 @@ class KVCache(DynamicCache):
             )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
+        self.sharing = None if sharing is None else _share(sharing, layers, model, config, scope)
         Cache.__init__(self, layers=layers)
         if model is not None and attached and replaced:
             attach(model)
@@ -147,9 +148,13 @@ class KVCache(DynamicCache):
         """Bytes of all storage held, of every layer: keys, values, positions, scores and slack."""
         return sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
 
+    def _holder(self, layer_idx: int) -> Any:
+        """The layer that holds the rows which model layer `layer_idx` reads."""
+        return self.layers[(self.sharing or {}).get(layer_idx, layer_idx)]
+
     def kept_length(self, layer_idx: int = 0) -> int:
         """Rows (tokens) physically held per KV head by layer `layer_idx`."""
-        layer = self.layers[layer_idx]
+        layer = self._holder(layer_idx)
         if isinstance(layer, KVLayer):
             return layer.kept
         keys = getattr(layer, "keys", None)
@@ -160,7 +165,7 @@ class KVCache(DynamicCache):
 
         Raises `ValueError` for a layer that is left to transformers.
         """
-        layer = self.layers[layer_idx]
+        layer = self._holder(layer_idx)
         if not isinstance(layer, KVLayer):
             raise ValueError(f"layer {layer_idx} is transformers' own {type(layer).__name__}; see `cache.kv_layers`")
         return layer.kept_positions()
@@ -227,6 +232,8 @@ class KVCache(DynamicCache):
             inner = ", ".join(f"{k}={v!r}" for k, v in self.codec.describe().items() if v is not None)
             plain = name == "QuantizedKIVICache" and not arguments
             arguments = inner if plain else f"{arguments}, codec={type(self.codec).__name__}({inner})".lstrip(", ")
+        if self.sharing:
+            arguments = f"{arguments}, sharing={self.sharing}".lstrip(", ")
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         if len({layer.get_seq_length() for layer in layers}) > 1:
@@ -235,14 +242,18 @@ class KVCache(DynamicCache):
         span = f"{kept[0]}" if min(kept) == max(kept) else f"{min(kept)}-{max(kept)}"
         shapes = [layer.segments.shape for layer in layers]
         size = layers[0].element_size
-        full = seen * size * sum(batch * heads * (key + value) for batch, heads, key, value in shapes)
+        readers = [1 + layer.followers for layer in layers]
+        rows = zip(readers, shapes, strict=True)
+        full = seen * size * sum(count * batch * heads * (key + value) for count, (batch, heads, key, value) in rows)
         own = sum(layer.nbytes for layer in layers)
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
             f"{self._bits()} bits per element, {self.nbytes:,} bytes, "
             f"{own / full:.3f} of full precision"
         )
-        others = len(self.layers) - len(layers)
+        if self.sharing:
+            text += f", {sum(readers)} layers reading {len(layers)}"
+        others = len(self.layers) - sum(readers)
         return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
 
     def _bits(self) -> str:
@@ -465,6 +476,22 @@ def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:
             f"{technique} gives the place of single rows to new ones, but {type(codec).__name__} writes keys in groups "
             "of tokens. Use a codec whose rows are complete in themselves: hf_kvcache.codecs.Rotated."
         )
+
+
+def _share(sharing: Any, layers: list[Any], model: Any, config: PreTrainedConfig, scope: str) -> dict[int, int]:
+    """The map follower -> source, once followers have taken the place of layers in `layers`."""
+    from .sharing import FollowerLayer, groups
+
+    kinds = groups.layer_kinds(config, scope)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, KVLayer) and not isinstance(kinds[index], str):
+            kinds[index] = "it has a window and this model is not attached, so it is left to transformers"
+    found = groups.resolve(sharing, kinds, config)
+    if model is not None:
+        groups.check_devices(found, storage.layer_devices(model, len(layers)))
+    for follower, source in found.items():
+        layers[follower] = FollowerLayer(layers[source], follower)
+    return found
 
 
 def _check_sizes(codec: Codec, policy: Policy, decoder: PreTrainedConfig, layers: list[Any]) -> None:

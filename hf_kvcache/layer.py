@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -55,6 +55,8 @@ class Pending:
     held: int  # rows held when the step began
     written: bool  # already appended to the segment
     step: Step | None = None  # attended, but left open for other layers that share the rows
+    readers: int = 0  # followers that have still to attend over the rows
+    given: set[int] = field(default_factory=set)  # followers that were handed the rows
 
 
 class KVLayer(CacheLayerMixin):
@@ -93,8 +95,9 @@ class KVLayer(CacheLayerMixin):
         # The model stores latents and expands them to all heads before it attends (MLA).
         self.expanded = expanded
         self.signature: tuple[Any, ...] | None = None
-        self.checked: int | None = None  # id of the attention module that was found to fit
+        self.checked: set[int] = set()  # ids of the attention modules that were found to fit
         self.shared = False  # later model layers attend over these rows too
+        self.followers = 0  # layers of the cache that read these rows, each once in every step (see `FollowerLayer`)
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
         self.segments: Chain | Ragged | PackedStore
         if codec is not None:
@@ -169,12 +172,14 @@ class KVLayer(CacheLayerMixin):
         return self.segments.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.full_width or self._reads_in_order:
-            return self._seen + query_length, 0
-        kept = self.kept
-        if kept > self._seen:  # packed slots that short rows of a padded batch leave empty
-            return self._seen + query_length, 0
-        return kept + query_length, self._seen - kept
+        return self.mask_sizes(self.kept, self._seen, query_length)
+
+    def mask_sizes(self, kept: int, seen: int, query_length: int) -> tuple[int, int]:
+        """Width and offset of a mask for `query_length` tokens after `seen`, of which `kept` rows are held."""
+        # More rows than tokens: packed slots that short rows of a padded batch leave empty.
+        if self.full_width or self._reads_in_order or kept > seen:
+            return seen + query_length, 0
+        return kept + query_length, seen - kept
 
     @property
     def nbytes(self) -> int:
@@ -227,13 +232,18 @@ class KVLayer(CacheLayerMixin):
         written = held > 0
         if written:
             self.segments.append(rows)
-        self.pending = Pending(rows, self._seen, held, written)
+        self.pending = Pending(rows, self._seen, held, written, readers=self.followers)
         self._seen += new
+        return self.handles(self.pending)
+
+    def handles(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a model layer is given for the keys and values of an open step."""
         if not self.attached:
             return self.materialize("keys"), self.materialize("values")
+        rows = pending.rows
         # T5 takes the width of its position bias from the keys themselves.
-        total = self._seen if self.full_width or self._reads_in_order else held + new
-        return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
+        total = self._seen if self.full_width or self._reads_in_order else pending.held + rows.length
+        return KVView(self, "keys", rows.keys, total), KVView(self, "values", rows.values, total)
 
     def _begin(self, batch: int) -> None:
         """Take the batch size from the first tokens. Rows of a shared prefix are for as many batch rows as come."""
@@ -440,11 +450,20 @@ class KVLayer(CacheLayerMixin):
 
     def finish(self, step: Step) -> None:
         """End of a step: the policy looks, and unless a rollback may follow, drops."""
-        assert self.pending is not None
-        if self.shared:
-            self.pending.step = step  # the rest of the forward pass needs the rows: `settle` finishes it
+        pending = self.pending
+        assert pending is not None
+        if pending.step is not None:  # of a follower: its queries count like those of the layer itself
+            step = join(pending.step, step) if self.policy.needs_queries else pending.step
+        if self.shared or self._awaits_reader():
+            pending.step = step  # the rest of the forward pass needs the rows; at the latest `settle` finishes it
             return
         self._finish(step)
+
+    def _awaits_reader(self) -> bool:
+        """Whether a follower has still to attend over the rows of this step, once another reader is done with it."""
+        assert self.pending is not None
+        self.pending.readers -= 1
+        return self.pending.readers >= 0
 
     def _finish(self, step: Step) -> None:
         pending = self.pending
@@ -462,6 +481,8 @@ class KVLayer(CacheLayerMixin):
     def finish_unseen(self) -> None:
         """End of a step that the policy has nothing to do with: all its rows stay."""
         assert self.pending is not None
+        if self._awaits_reader():
+            return
         if not self.pending.written:
             self.segments.append(self.pending.rows)
         self.pending = None
@@ -754,6 +775,46 @@ def queries_of(step: Step, start: int, stop: int) -> Step:
         visible=lambda a, b: step.visible(a + start, b + start),
         bias=lambda a, b: step.bias(a + start, b + start),
         probs=None,
+    )
+
+
+def join(first: Step, second: Step) -> Step:
+    """One step with the queries of two layers over the same rows: each KV head has the larger group."""
+    assert first.query is not None and second.query is not None
+    heads = first.keys.shape[1]
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Query heads `[B, Hq, ...]` of the two, those of a KV head side by side."""
+        return torch.cat([x.unflatten(1, (heads, -1)), y.unflatten(1, (heads, -1))], dim=2).flatten(1, 2)
+
+    def bias(start: int, stop: int) -> torch.Tensor | None:
+        pair = [(step.query, step.bias(start, stop)) for step in (first, second)]
+        if all(added is None for _, added in pair):
+            return None
+        wide = []
+        for query, added in pair:
+            assert query is not None
+            shape = (*query.shape[:2], stop - start, first.keys.shape[2])
+            wide.append((query.new_zeros(1) if added is None else added).expand(shape))
+        return both(*wide)
+
+    def visible(start: int, stop: int) -> torch.Tensor | None:
+        pair = first.visible(start, stop), second.visible(start, stop)
+        if pair[0] is None or pair[1] is None or pair[0].shape[1] in (1, heads):
+            return pair[0]
+        return both(pair[0], pair[1])  # a mask with one entry for each query head
+
+    ratio = second.extras.scaling / first.extras.scaling
+    sinks = (first.extras.sinks, second.extras.sinks)
+    joined = None if sinks[0] is None or sinks[1] is None else both(sinks[0][None], sinks[1][None])[0]
+    probs = None if first.probs is None or second.probs is None else both(first.probs, second.probs)
+    return replace(
+        first,
+        query=both(first.query, second.query if ratio == 1 else second.query * ratio),
+        visible=visible,
+        bias=bias,
+        extras=first.extras._replace(sinks=joined),
+        probs=probs,
     )
 
 
