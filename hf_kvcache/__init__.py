@@ -3,6 +3,7 @@
 from .attention import attach, detach
 from .cache import KVCache, load
 from .caches import CrossLayerSharedCache, HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
 from .sharing import Sharing, find_sharing
 
@@ -10,6 +11,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CrossLayerSharedCache",
+    "BlockPool",
     "HeavyHitterCache",
     "KVCache",
     "PrefixStore",

@@ -21,8 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .layer import KVLayer, expected
 from .ops.attention import Block, Extras, attend, merge
 from .ops.decode_attention import decode_attention
+from .paging.attend import over_blocks, reads_in_pieces
 from .policies.base import Step
-from .segments import DenseSegment, PackedChain, PackedStore, Ragged, Rows
+from .segments import DenseSegment, PackedChain, PackedStore, PagedSegment, Ragged, Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -114,6 +115,10 @@ def attention_forward(
     if isinstance(store, PackedStore) and short and not expanded and _is_packed(layer):
         keys = None
         output, weights = _over_packed(layer, store, before, query, sight, extras)
+    elif isinstance(store, PagedSegment) and not expanded and before != "eager" and _reads_blocks(layer, store, query):
+        keys = None
+        visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), store.shape[1])
+        output, weights = over_blocks(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
     else:
         rows = layer.current()
         keys = key if expanded else rows.keys
@@ -307,6 +312,16 @@ def _is_packed(layer: KVLayer) -> bool:
     store, pending = layer.segments, layer.pending
     assert isinstance(store, PackedStore) and pending is not None
     return pending.written and store.in_parts
+
+
+def _reads_blocks(layer: KVLayer, store: PagedSegment, query: torch.Tensor) -> bool:
+    """Whether a short step goes over the blocks of a pool as they lie."""
+    pending, policy = layer.pending, layer.policy
+    assert pending is not None
+    if query.shape[2] > SHORT_STEP or not pending.written or not reads_in_pieces(store):
+        return False
+    # Sinks that are moved stand in for rows in their blocks.
+    return policy.fifo_window is None and not policy.wants_probs(query.shape[2], pending.held)
 
 
 def _over_packed(

@@ -24,8 +24,10 @@ from .attention import attach, signature_of, why_not_attach
 from .codecs import preset
 from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
+from .paging import BlockPool
+from .paging.arena import Kind
 from .policies.base import LayerPolicy, Policy
-from .segments import PackedStore, capacity_for
+from .segments import PackedStore, PagedSegment, capacity_for
 from .segments.side import half_for, tiles_for
 
 
@@ -48,6 +50,8 @@ class KVCache(DynamicCache):
             `{follower: source}`, or what `find_sharing` returned; see `CrossLayerSharedCache`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
             to transformers; `"all"` replaces sliding and chunked attention layers too.
+        pool: a `BlockPool` that rows are drawn from, a block at a time; several caches may draw from one. Reordering
+            beams, repeating a batch and copying the cache then copy block tables and no rows. None: buffers of its own.
 
     Raises:
         ValueError: encoder-only models, impossible arguments, a config where a model is needed.
@@ -62,6 +66,7 @@ class KVCache(DynamicCache):
         offload: Any = None,
         sharing: Any = None,
         scope: str = "full",
+        pool: BlockPool | None = None,
     ) -> None:
         if offload is not None:
             raise NotImplementedError("`offload` is not available in this version of hf_kvcache; leave it None")
@@ -74,9 +79,16 @@ class KVCache(DynamicCache):
             codec = preset(codec)
         if codec is not None and not isinstance(codec, Codec):
             raise ValueError(f"`codec` must be a hf_kvcache.codecs.Codec, got {type(codec).__name__}")
+        if pool is not None and not isinstance(pool, BlockPool):
+            raise ValueError(f"`pool` must be a hf_kvcache.BlockPool, got {type(pool).__name__}")
         model, config = _model_and_config(model_or_config)
         decoder = config.get_text_config(decoder=True)
         technique = type(self).__name__
+        if pool is not None and codec is not None:
+            raise NotImplementedError(
+                f"{technique}: a block of a pool holds rows in full precision, and a codec writes rows of a padded "
+                "batch at places of their own. Leave `pool` or `codec` out."
+            )
         _check_config(config, decoder, technique)
         reason = None if model is None else own_cache_reason(model)
         if reason is not None:
@@ -99,6 +111,7 @@ class KVCache(DynamicCache):
         self.policy = policy
         self.codec = codec
         self.scope = scope
+        self.pool = pool
         self.config_signature = signature_of(decoder)
         layers = []
         replaced = coded = 0
@@ -108,7 +121,7 @@ class KVCache(DynamicCache):
             chunked = index < len(kinds) and kinds[index] == "chunked_attention"
             chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
             made = _replace_layer(
-                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded
+                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded, pool
             )
             if made is not None:
                 _check_drops(made.policy, policy)
@@ -187,6 +200,9 @@ class KVCache(DynamicCache):
             heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
             if isinstance(layer.segments, PackedStore):
                 total += self._packed_bytes(layer, by_layer[layer.layer_idx], batch, tokens, dtype)
+                continue
+            if isinstance(layer.segments, PagedSegment):
+                total += _paged_bytes(layer, layer.segments.pool, heads, key_dim, value_dim, batch, tokens, dtype)
                 continue
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
@@ -308,6 +324,10 @@ class KVCache(DynamicCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        # Block tables are kept on the CPU: one copy of the indices serves all layers.
+        super().reorder_cache(beam_idx if self.pool is None else beam_idx.cpu())
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none.
 
@@ -423,12 +443,15 @@ def _replace_layer(
     attached: bool,
     technique: str,
     expanded: bool,
+    pool: BlockPool | None = None,
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
+    arguments["pool"] = pool
     full = type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
     if full:
         of_layer = policy.for_layer(index, count, None)
+        _check_pool(pool, of_layer, technique)
         if codec is not None:
             _check_codec(codec, of_layer, technique)
             arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
@@ -440,6 +463,7 @@ def _replace_layer(
         # Both kinds hold rows alike; they differ in what a query sees.
         limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
         of_layer = policy.for_layer(index, count, window)
+        _check_pool(pool, of_layer, technique)
         # Where all that a query sees is within the exact window, there is nothing to pack.
         if codec is not None and not chunked and not policy.drops and window > codec.residual_length:
             arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
@@ -463,6 +487,44 @@ def layer_codec(
             "once. Lower its `residual_length`, or raise the budget."
         )
     return made
+
+
+def _check_pool(pool: BlockPool | None, policy: LayerPolicy, technique: str) -> None:
+    if pool is None:
+        return
+    if policy.ragged:
+        raise NotImplementedError(
+            f"{technique}: `adaptive_heads` gives each head a length of its own, and a block of a pool holds the same "
+            "places of all heads. Leave one of them out."
+        )
+    if policy.overwrites or policy.uses_scores:
+        raise NotImplementedError(
+            f"{technique} gives a place of each head to a new row at every step, so every block of a pool would soon "
+            "be written, and none shared. Leave `pool` out, or use a policy that selects rows once (SnapKV without "
+            "`decode_budget`), a window, or none."
+        )
+
+
+def _paged_bytes(
+    layer: KVLayer,
+    pool: BlockPool,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+) -> int:
+    """`expected_bytes` of one layer that draws from a pool."""
+    policy = layer.policy
+    kept = policy.kept_after(tokens)
+    window = layer.sliding_window or layer.chunk_size
+    if not policy.drops and window is not None and tokens >= window + max(window, 32):
+        kept = window
+    own = heads if policy.per_head_positions and kept < tokens else 1
+    kind = Kind(layer.layer_idx, heads, key_dim, value_dim, dtype, dtype, torch.device("cpu"), own)
+    blocks = -(-kept // pool.block_size)
+    return batch * (blocks * (kind.block_bytes(pool.block_size) + 4) + policy.state_bytes)
 
 
 def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:

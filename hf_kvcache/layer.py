@@ -21,13 +21,14 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step, select
-from .segments import Chain, PackedStore, Ragged, Rows
+from .segments import Chain, PackedStore, PagedSegment, Ragged, Rows
 from .segments.dense import EMPTY
 from .segments.packed import LazyRows
 from .view import KVView
 
 if TYPE_CHECKING:
     from .codecs.base import LayerCodec
+    from .paging import BlockPool
 
 # The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
 # it attends (MLA) hands plain tensors on, and the attention function finds the layer here.
@@ -68,6 +69,7 @@ class KVLayer(CacheLayerMixin):
         sliding_window: the layer's own window (tokens, as `config.sliding_window`), or None.
         chunk_size: the layer's attention chunk (tokens), or None.
         codec: makes the codec of this layer from the sizes of its keys and values; None: full precision.
+        pool: where rows are drawn from, a block at a time; None: buffers of the layer's own.
         attached: whether the model's attention goes through this library, so that a handle may be returned.
     """
 
@@ -85,6 +87,7 @@ class KVLayer(CacheLayerMixin):
         technique: str = "KVCache",
         expanded: bool = False,
         codec: Callable[[int, int], LayerCodec] | None = None,
+        pool: BlockPool | None = None,
     ) -> None:
         self.policy = policy
         self.layer_idx = layer_idx
@@ -99,9 +102,11 @@ class KVLayer(CacheLayerMixin):
         self.shared = False  # later model layers attend over these rows too
         self.followers = 0  # layers of the cache that read these rows, each once in every step (see `FollowerLayer`)
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
-        self.segments: Chain | Ragged | PackedStore
+        self.segments: Chain | Ragged | PackedStore | PagedSegment
         if codec is not None:
             self.segments = PackedStore(codec)
+        elif pool is not None:
+            self.segments = PagedSegment(pool, layer_idx)
         else:
             self.segments = Ragged() if policy.ragged else Chain()
         self.is_initialized = False

@@ -27,7 +27,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from hf_kvcache import HeavyHitterCache, KVCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from hf_kvcache import BlockPool, HeavyHitterCache, KVCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
 
 VOCABULARY = 96
 WINDOW = 8  # the models' own sliding window
@@ -145,6 +145,7 @@ def scope_of(case: str) -> dict[str, str]:
 
 
 Make = Callable[..., KVCache]
+POOL = BlockPool(3)  # all paged caches of these tests draw from it; small blocks have many ends
 
 # label -> (cache with room for every token of these tests, cache that has to drop)
 _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] = {
@@ -182,6 +183,7 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
     "h2o": (HeavyHitterCache, dict(heavy_size=60, recent_size=60), dict(heavy_size=4, recent_size=4)),
     # Nothing is packed at these lengths; `test_codecs.py` has longer ones.
     "kivi": (QuantizedKIVICache, dict(nbits=4), dict(nbits=4, residual_length=4, num_sink_tokens=2)),
+    "paged": (KVCache, dict(pool=POOL), None),
     # Ratios are of the prompt: all of it fits, the generated tokens do not.
     "h2o_ratio": (
         HeavyHitterCache,
@@ -190,7 +192,7 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
     ),
 }
 CACHES = tuple(_CACHES)
-KEEPING = ("kv", "kivi")
+KEEPING = ("kv", "kivi", "paged")
 EVICTING = tuple(label for label in CACHES if label not in KEEPING)
 LOSSLESS = tuple(label for label in CACHES if label != "h2o_ratio")
 
