@@ -3,6 +3,7 @@
 from .attention import attach, detach
 from .cache import KVCache, load
 from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .mla import disable_absorb, enable_absorb
 
 __version__ = "0.1.0"
 
@@ -14,5 +15,7 @@ __all__ = [
     "SnapKVCache",
     "attach",
     "detach",
+    "disable_absorb",
+    "enable_absorb",
     "load",
 ]
