@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 
+FEW = 4  # rows of queries
+
+
 class Term(NamedTuple):
     """A low-rank addition to the weight: `scale * up @ down`."""
 
@@ -53,7 +56,7 @@ def _by_head(x: torch.Tensor) -> torch.Tensor:
 
 def _back(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     batch, heads, queries, _ = like.shape
-    return rows.view(heads, batch, queries, -1).transpose(0, 1)
+    return rows.reshape(heads, batch, queries, -1).transpose(0, 1)
 
 
 def _products(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -61,7 +64,10 @@ def _products(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     transposed = matrices.stride(1) == 1 and rows.device.type == "cpu" and rows.dtype != torch.float32
     if not transposed or torch.is_autocast_enabled("cpu"):
         return torch.bmm(rows, matrices)
-    # torch's 16-bit product on the CPU copies transposed operands; one product for each head reads them as they lie.
+    # torch's 16-bit product on the CPU copies transposed operands. Few rows are turned instead; for more, one product for
+    # each head reads the matrices as they lie.
+    if rows.shape[1] <= FEW:
+        return torch.bmm(matrices.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2)
     out = rows.new_empty(rows.shape[0], rows.shape[1], matrices.shape[2])
     for head in range(rows.shape[0]):
         torch.mm(rows[head], matrices[head], out=out[head])
