@@ -130,8 +130,8 @@ class KVCache(DynamicCache):
             )
         if codec is not None and codec.for_latents and getattr(decoder, "kv_lora_rank", None) is None:
             raise ValueError(
-                f"{type(codec).__name__} writes the latents of multi-head latent attention, and this model has none: use "
-                "hf_kvcache.codecs.Rotated"
+                f"{type(codec).__name__} writes the latents of multi-head latent attention, and this model has none: "
+                "use hf_kvcache.codecs.Rotated"
             )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)

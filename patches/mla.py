@@ -19,27 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
-HANDLER = "_hf_kvcache_absorbed"  # also known to `hf_kvcache.attention`
+from hf_kvcache.attention import ABSORBED as HANDLER
 
 
 def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     handler = vars(self).get(HANDLER)
     if handler is not None and handler.hands_on(self, kv_nope, k_rot):
         return kv_nope, k_rot
-    return expand(self, kv_nope, k_rot)
-
-
-def expand(module: nn.Module, latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of every head, as the model's own class makes them."""
-    own: Any = type(module)
-    return own.expand_kv(module, latent, rope)
+    return type(self).expand_kv(self, kv_nope, k_rot)
 
 
 def apply(module: nn.Module, handler: Any) -> None:
     """Let `handler.hands_on(module, latent, rope)` decide whether the latents go on as they are."""
     setattr(module, HANDLER, handler)
     # A bound method, not a closure: it follows its module through `copy.deepcopy`.
-    setattr(module, "expand_kv", MethodType(_expand_kv, module))
+    module.expand_kv = MethodType(_expand_kv, module)
 
 
 def undo(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from .rotated import Rotated
 
 
 class Latent(Rotated):
-    """Turned codes with one scale for each row (see `Rotated`), of `nbits` bits for the latent. Lossy beyond the window.
+    """Turned codes with one scale for each row (see `Rotated`), of `nbits` bits for latents. Lossy beyond the window.
 
     A model with multi-head latent attention (MLA) caches one latent of `R` numbers for all heads, which is both key and
     value, and one rotary part of `P` numbers, which decides alone what is near: so it is written more finely. Bytes per

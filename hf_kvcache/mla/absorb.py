@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..attention import attach, detach, is_ours, why_not_attach
-from .attention import Absorbed, patch
+from ..attention import ABSORBED, attach, detach, is_ours, why_not_attach
+from .attention import Absorbed
 from .weights import halves_of, runs_as_module
 
 _NEEDED = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -21,9 +21,10 @@ def enable_absorb(model: Any) -> Any:
 
     For DeepSeek-type models (multi-head latent attention, arXiv 2405.04434): the key half of `kv_b_proj` goes into the
     query and its value half behind the attention, so one shared head of width rank + rope is attended to, and a step
-    reads rank + rope numbers of each token. Exact but for rounding; weights are used where they lie, and changes of them
-    (LoRA adapters too) show at the next step. Each step takes the side with fewer products: prompts are mostly expanded,
-    decoding and short steps are absorbed. Works with every cache, transformers' own too. Attaches the model. Idempotent.
+    reads rank + rope numbers of each token. Exact but for rounding; weights are used where they lie, and changes of
+    them (LoRA adapters too) show at the next step. Each step takes the side with fewer products: prompts are mostly
+    expanded, decoding and short steps are absorbed. Works with every cache, transformers' own too. Attaches the model.
+    Idempotent.
 
     Training, steps for which somebody hooked `kv_b_proj`, and steps while another attention implementation is set are
     expanded as before.
@@ -41,22 +42,22 @@ def enable_absorb(model: Any) -> Any:
     modules = latent_modules(inner)
     if not modules:
         raise ValueError(
-            f"{type(inner).__name__} has no multi-head latent attention (no module with `expand_kv` and `kv_b_proj`), so "
-            "there is nothing to absorb"
+            f"{type(inner).__name__} has no multi-head latent attention (no module with `expand_kv` and `kv_b_proj`), "
+            "so there is nothing to absorb"
         )
     reason = why_not_attach(inner)
     if reason is not None:
         raise NotImplementedError(f"{reason}, so its latents cannot be attended to directly. Leave it as it is.")
     handlers = [Absorbed() for _ in modules]
     for module, handler in zip(modules, handlers, strict=True):
-        if patch.HANDLER not in vars(module):
+        if ABSORBED not in vars(module):
             _check(module, handler)
     if not is_ours(inner.config.get_text_config(decoder=True)._attn_implementation):
         attach(inner)
         setattr(inner, _ATTACHED, True)
     for module, handler in zip(modules, handlers, strict=True):
-        if patch.HANDLER not in vars(module):
-            patch.apply(module, handler)
+        if ABSORBED not in vars(module):
+            _patch().apply(module, handler)
     return model
 
 
@@ -68,7 +69,7 @@ def disable_absorb(model: Any) -> Any:
     """
     inner = _inner(model)
     for module in latent_modules(inner):
-        patch.undo(module)
+        _patch().undo(module)
     if vars(inner).pop(_ATTACHED, False):
         detach(inner)
     return model
@@ -77,6 +78,14 @@ def disable_absorb(model: Any) -> Any:
 def latent_modules(model: nn.Module) -> list[nn.Module]:
     """The attention modules of a model that cache latents."""
     return [module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")]
+
+
+def _patch() -> Any:
+    try:
+        from ..patches import mla
+    except ModuleNotFoundError:  # a checkout that is not installed: `patches/` lies beside the package there
+        from patches import mla  # type: ignore[no-redef]
+    return mla
 
 
 def _inner(model: Any) -> PreTrainedModel:
@@ -93,7 +102,9 @@ def _check(module: Any, handler: Absorbed) -> None:
     """Hold two rows of random latents, expanded by the model's own code, against what its weights say."""
     missing = [name for name in _NEEDED if not hasattr(module, name)]
     if missing:
-        raise NotImplementedError(f"{type(module).__name__} has no {', '.join(missing)}: not a form of MLA that is known")
+        raise NotImplementedError(
+            f"{type(module).__name__} has no {', '.join(missing)}: not a form of MLA that is known"
+        )
     halves = halves_of(module, handler.decoded)
     weight = halves.weight
     if weight.is_meta or runs_as_module(module.kv_b_proj):
@@ -109,7 +120,7 @@ def _check(module: Any, handler: Absorbed) -> None:
     try:
         if any(type(part).__name__ == "Linear4bit" for part, _ in modes):
             linear.train()  # see `Decoded.weight_of`
-        keys, values = patch.expand(module, latent, rope)
+        keys, values = handler.expand(module, latent, rope)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -124,6 +135,6 @@ def _check(module: Any, handler: Absorbed) -> None:
     for mine, theirs in ((wanted_keys, keys[0]), (rows[..., size:], values[0])):
         if mine.shape != theirs.shape or float((mine - theirs.float()).abs().max()) > tolerance:
             raise NotImplementedError(
-                f"{type(module).__name__} expands its latents in a way that is not known (other than `kv_b_proj` by head, "
-                "keys first, rotary part last), so they cannot be attended to directly. Leave it as it is."
+                f"{type(module).__name__} expands its latents in a way that is not known (other than `kv_b_proj` by "
+                "head, keys first, rotary part last), so they cannot be attended to directly. Leave it as it is."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,12 +22,7 @@ from ..ops.latent_attention import Part, latent_attention
 from ..policies.base import Step
 from ..segments import PackedStore, Ragged
 from ..view import KVView
-from .weights import Decoded, Halves, halves_of, runs_as_module
-
-try:
-    from ..patches import mla as patch
-except ModuleNotFoundError:  # a checkout that is not installed: `patches/` lies beside the package there
-    from patches import mla as patch  # type: ignore[no-redef]
+from .weights import Decoded, halves_of, runs_as_module
 
 
 class Absorbed:
@@ -46,7 +40,8 @@ class Absorbed:
         return key.shape[1] == 1 and (key.shape[3], value.shape[3]) == (module.kv_lora_rank, module.qk_rope_head_dim)
 
     def expand(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return patch.expand(module, key, value)
+        own: Any = type(module)
+        return own.expand_kv(module, key, value)
 
     def takes(
         self,

@@ -1,8 +1,8 @@
 """The two halves of `kv_b_proj`, read where they lie: absorbed into queries, and applied to what attention gives.
 
-A head's key is `latent @ W_k.T` and its value `latent @ W_v.T`, so its logits are `(q @ W_k) . latent` and its output is
-`(weights @ latent) @ W_v.T`. Plain linear layers are used through views, and LoRA adapters through their factors, so a
-change of either shows at the next step. Weights in 4 bits are decoded once, and again when they change.
+A head's key is `latent @ W_k.T` and its value `latent @ W_v.T`, so its logits are `(q @ W_k) . latent` and its output
+is `(weights @ latent) @ W_v.T`. Plain linear layers are used through views, and LoRA adapters through their factors, so
+a change of either shows at the next step. Weights in 4 bits are decoded once, and again when they change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-
 
 FEW = 4  # rows of queries
 
@@ -64,8 +63,8 @@ def _products(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     transposed = matrices.stride(1) == 1 and rows.device.type == "cpu" and rows.dtype != torch.float32
     if not transposed or torch.is_autocast_enabled("cpu"):
         return torch.bmm(rows, matrices)
-    # torch's 16-bit product on the CPU copies transposed operands. Few rows are turned instead; for more, one product for
-    # each head reads the matrices as they lie.
+    # torch's 16-bit product on the CPU copies transposed operands. Few rows are turned instead; for more, one product
+    # for each head reads the matrices as they lie.
     if rows.shape[1] <= FEW:
         return torch.bmm(matrices.transpose(1, 2), rows.transpose(1, 2)).transpose(1, 2)
     out = rows.new_empty(rows.shape[0], rows.shape[1], matrices.shape[2])

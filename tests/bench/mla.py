@@ -3,8 +3,8 @@
 One attention module with random weights decodes token after token over a context that was put into its cache. Stock is
 `DynamicCache`, which expands the whole context to all heads; the others are this library's caches on a twin with the
 same weights and `enable_absorb`. All ways of one row are timed in turn, so that whatever else the machine does falls on
-all of them alike. Medians in milliseconds; `x` is the time of stock divided by that of the way. `attention` begins where
-the cache is read, `layer` is the whole module with its projections.
+all of them alike. Medians in milliseconds; `x` is the time of stock divided by that of the way. `attention` begins
+where the cache is written and ends before the output projection, `layer` is the whole module with its projections.
 
     python tests/bench/mla.py --threads 1
     python tests/bench/mla.py --crossover      # which side of a longer step is faster, and which the library takes

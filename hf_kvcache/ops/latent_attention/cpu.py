@@ -140,7 +140,12 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a @ b` for `[B, M, K]` and `[B, K, N]`."""
     direct = a.device.type == "cpu" and a.dtype != torch.float32 and a.shape[0] <= MANY
-    if not direct or torch.is_autocast_enabled("cpu") or torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+    if (
+        not direct
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_grad_enabled()
+        and (a.requires_grad or b.requires_grad)
+    ):
         return torch.bmm(a, b)
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     for row in range(a.shape[0]):

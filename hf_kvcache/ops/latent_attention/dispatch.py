@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Union
 
 import torch
 
@@ -13,7 +12,7 @@ from ..decode_attention import PackedRows
 from . import cpu
 
 # Rows of one place: exact latents and rotary parts `[B, 1, N, R]`, `[B, 1, N, P]`, or packed ones ("keys" are latents).
-Part = Union[tuple[torch.Tensor, torch.Tensor], PackedRows]
+Part = tuple[torch.Tensor, torch.Tensor] | PackedRows
 
 
 def latent_attention(
