@@ -3,6 +3,7 @@
 from .attention import attach, detach
 from .cache import KVCache, load
 from .caches import CrossLayerSharedCache, HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .mla import disable_absorb, enable_absorb
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
 from .sharing import Sharing, find_sharing
@@ -22,6 +23,8 @@ __all__ = [
     "attach",
     "detach",
     "find_sharing",
+    "disable_absorb",
+    "enable_absorb",
     "load",
     "prefix_training",
 ]

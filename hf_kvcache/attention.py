@@ -28,6 +28,7 @@ from .view import KVView
 
 NAME = "hf_kvcache"
 VARIES = "varies by layer"
+ABSORBED = "_hf_kvcache_absorbed"  # what `hf_kvcache.mla.enable_absorb` leaves on a module
 _before: dict[str, str] = {}  # our name -> the implementation it goes over
 
 # Steps of up to this many tokens are attended with the group folded into the query length, longer ones by the
@@ -76,6 +77,11 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention in transformers' calling convention; `before` is the implementation underneath."""
+    absorbed = vars(module).get(ABSORBED)
+    if absorbed is not None and absorbed.is_latent(module, key, value):
+        if absorbed.takes(module, query, key, value, attention_mask, kwargs):
+            return absorbed.attend(module, query, key, value, attention_mask, dropout, scaling, before, kwargs)
+        key, value = absorbed.expand(module, key, value)
     if isinstance(key, KVView) and (not isinstance(value, KVView) or key.layer.pending is None):
         # The values were changed on the way (diffllama), or the rows are read again after their step.
         key, value = _plain(key), _plain(value)

@@ -141,6 +141,11 @@ class KVCache(DynamicCache):
                 f"{technique}: no layer of this model takes the codec (full-attention layers do, and sliding ones with "
                 "`scope='all'` and a policy that keeps every token). Leave it None."
             )
+        if codec is not None and codec.for_latents and getattr(decoder, "kv_lora_rank", None) is None:
+            raise ValueError(
+                f"{type(codec).__name__} writes the latents of multi-head latent attention, and this model has none: "
+                "use hf_kvcache.codecs.Rotated"
+            )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
         self.sharing = None if sharing is None else _share(sharing, layers, model, config, scope)

@@ -147,6 +147,7 @@ def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.Compl
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
     for name in ("test_directed.py", "test_state_machine.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)

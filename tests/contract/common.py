@@ -27,7 +27,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from hf_kvcache import BlockPool, HeavyHitterCache, KVCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from hf_kvcache import (
+    BlockPool,
+    HeavyHitterCache,
+    KVCache,
+    QuantizedKIVICache,
+    SlidingWindowCache,
+    SnapKVCache,
+    enable_absorb,
+)
 
 VOCABULARY = 96
 WINDOW = 8  # the models' own sliding window
@@ -97,7 +105,9 @@ def _config(name: str) -> Any:
 
 # Rows of the model axis. "/all" takes the windowed layers over as well; every layer of Mistral is one, so there
 # `scope="full"` would leave nothing to evict from. All experts are active: a router flips on rounding errors.
+# "/absorb" attends to latents as they are cached.
 MODELS = ("llama", "qwen2", "mistral/all", "gemma3", "gemma3/all", "gpt_oss", "gpt_oss/all", "gemma2", "deepseek_v3")
+MODELS += ("deepseek_v3/absorb",)
 ATTENTION = ("sdpa", "eager")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Stock SDPA of these has no attention sinks (or no soft cap), so transformers refuses it; ours computes them.
@@ -128,7 +138,7 @@ def model_of(case: str, attention: str = "sdpa", dtype: str = "fp32") -> PreTrai
     name = case.partition("/")[0]
     model = copy.deepcopy(_built(name, dtype))
     model.config._attn_implementation_internal = attention
-    return model
+    return enable_absorb(model) if case.endswith("/absorb") else model
 
 
 @functools.cache
