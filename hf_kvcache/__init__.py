@@ -2,13 +2,16 @@
 
 from .attention import attach, detach
 from .cache import KVCache, load
-from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .caches import CPUOffloadedCache, HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .offload import Offload
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUOffloadedCache",
     "HeavyHitterCache",
     "KVCache",
+    "Offload",
     "QuantizedKIVICache",
     "SlidingWindowCache",
     "SnapKVCache",

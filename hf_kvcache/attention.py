@@ -19,10 +19,11 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
+from .offload.attend import chosen_columns, rows_of, where_they_lie
 from .ops.attention import Block, Extras, attend, merge
 from .ops.decode_attention import decode_attention
 from .policies.base import Step
-from .segments import DenseSegment, PackedStore, Ragged, Rows
+from .segments import DenseSegment, OffloadedPackedStore, OffloadedStore, PackedStore, Ragged, Rows
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -114,6 +115,9 @@ def attention_forward(
     if isinstance(store, PackedStore) and short and not expanded and _is_packed(layer):
         keys = None
         output, weights = _over_packed(layer, store, before, query, sight, extras)
+    elif isinstance(store, OffloadedStore) and _attends_away(layer, store, query, expanded, before):
+        keys = None
+        output, weights = _over_pages(layer, store, before, query, sight, extras)
     else:
         rows = layer.current()
         keys = key if expanded else rows.keys
@@ -138,7 +142,8 @@ def attention_forward(
         new=query.shape[2],
         start=pending.start,
         query=query.detach() if policy.needs_queries else None,
-        model_keys=None if keys is None else keys.detach(),
+        # Keys in a staging buffer are another layer's soon: they are read again where they are needed.
+        model_keys=None if keys is None or (isinstance(store, OffloadedStore) and not expanded) else keys.detach(),
         visible=sight.visible,
         bias=sight.bias,
         real=sight.real,
@@ -339,7 +344,8 @@ def _packed_block(
     want: bool,
 ) -> Block:
     """Queries `start:stop` over the rows of `store`."""
-    front, packed, tail = store.attended()
+    computes = isinstance(store, OffloadedPackedStore) and not want and store.computes(query)
+    front, packed, tail = (store.front, None, store.tail.rows) if computes else store.attended()
     visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), tail.keys.shape[1])
     moved = layer.front()
 
@@ -352,7 +358,72 @@ def _packed_block(
 
     first = None if front is None else exact(front, True)
     rest = exact(tail, front is None)
+    if computes and isinstance(store, OffloadedPackedStore):
+        return store.where_they_lie(query[:, :, start:stop], first, rest, extras, visible, bias)
     return decode_attention(query[:, :, start:stop], first, packed, rest, extras, visible, bias, need_probs=want)
+
+
+def _attends_away(layer: KVLayer, store: OffloadedStore, query: torch.Tensor, expanded: bool, before: str) -> bool:
+    """Whether a step goes over pages where they lie, or over some of them; any other brings them all to the device."""
+    pending, config = layer.pending, store.offloader.config
+    if query.shape[2] > SHORT_STEP or expanded or pending is None or not pending.written or not store.is_away:
+        return False
+    if config.top_pages is not None:
+        new = query.shape[2]
+        able = [config.pages_of(layer.total - new + i) for i in range(new)]
+        if any(config.wanted(pages) < pages for pages in able):
+            return True
+    want = before == "eager" or layer.policy.wants_probs(query.shape[2], pending.held)
+    return not want and store.offloader.attend_mode(query.device, query.dtype) == "compute"
+
+
+def _over_pages(
+    layer: KVLayer, store: OffloadedStore, before: str, query: torch.Tensor, sight: Sight, extras: Extras
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A short step over pages beyond the device: output `[B, Q, Hq, Dv]`, and weights where somebody asks for them."""
+    new, heads = query.shape[2], store.shape[1]
+    config = store.offloader.config
+    if config.top_pages is None:
+        visible, bias = _by_kv_head(sight.visible(0, new), sight.bias(0, new), heads)
+        return where_they_lie(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
+    blocks = []
+    for i in range(new):  # each query chooses its own pages, as it would alone
+        blocks.append(_over_top_pages(store, query[:, :, i : i + 1], i, sight, extras, before == "eager"))
+    probs = [block.probs for block in blocks if block.probs is not None]
+    output = torch.cat([block.output for block in blocks], dim=2)
+    return output.transpose(1, 2).contiguous(), torch.cat(probs, dim=2) if probs else None
+
+
+def _over_top_pages(
+    store: OffloadedStore, query: torch.Tensor, i: int, sight: Sight, extras: Extras, want: bool
+) -> Block:
+    """The query `i` of a step over the pages that can matter to it."""
+    stop = store.length - sight.new + i + 1
+    found = store.chosen(query, stop)
+    if found is None:
+        every = torch.arange(store.away_pages, device=query.device)
+        found = every.expand(*store.shape[:2], -1), store.away_rows
+    pages, rest = found
+    tail, away = store.tail.rows, store.away_rows
+    late = slice(rest - away, stop - away)
+    rows = rows_of(pages, store.page)
+    visible, bias = _by_kv_head(sight.visible(i, i + 1), sight.bias(i, i + 1), store.shape[1])
+    visible, bias = (chosen_columns(mask, rows, rest, stop) for mask in (visible, bias))
+    keys, values = (
+        torch.cat([old, new[:, :, late]], dim=2).to(query.dtype)
+        for old, new in zip(store.gather(pages, query.device), (tail.keys, tail.values), strict=True)
+    )
+    plain = bias is None and extras.softcap is None and extras.sinks is None and not extras.dropout
+    if plain and not want:
+        return Block(_packed_sdpa(query, keys, values, visible, extras.scaling), None, None)
+    block = attend(query, keys, values, extras, visible, bias, need_probs=want)
+    if block.probs is None:
+        return block
+    group = query.shape[1] // rows.shape[1]
+    rest_rows = torch.arange(rest, stop, device=rows.device).expand(*rows.shape[:2], -1)
+    columns = torch.cat([rows, rest_rows], dim=-1).repeat_interleave(group, dim=1)[:, :, None]
+    whole = block.probs.new_zeros(*block.probs.shape[:3], store.length).scatter_(-1, columns, block.probs)
+    return Block(block.output, None, whole)
 
 
 def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:

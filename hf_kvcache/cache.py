@@ -24,8 +24,10 @@ from .attention import attach, signature_of, why_not_attach
 from .codecs import preset
 from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
+from .offload import Offload, Offloader
+from .offload.rules import check_offload, offloaded_bytes
 from .policies.base import LayerPolicy, Policy
-from .segments import PackedStore, capacity_for
+from .segments import OffloadedPackedStore, OffloadedStore, PackedStore, capacity_for
 from .segments.side import half_for, tiles_for
 
 
@@ -43,8 +45,9 @@ class KVCache(DynamicCache):
             (`hf_kvcache.codecs.PRESETS`); None writes full precision. For full-attention layers, and with
             `scope="all"` for sliding ones where the policy keeps all. A policy that overwrites single rows
             (`HeavyHitter`, `SnapKV(decode_budget=...)`) needs a codec of self-contained rows (`Rotated`).
-        offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
-            raises `NotImplementedError`.
+        offload: which rows leave the compute device: a `hf_kvcache.Offload`; None keeps all of them there. For
+            full-attention layers, with policies that select from prompts (`SnapKV`) or keep all, and with any codec.
+        sharing: which layers share. Not available in this version: anything but None raises `NotImplementedError`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
             to transformers; `"all"` replaces sliding and chunked attention layers too.
 
@@ -62,9 +65,10 @@ class KVCache(DynamicCache):
         sharing: Any = None,
         scope: str = "full",
     ) -> None:
-        for name, part in (("offload", offload), ("sharing", sharing)):
-            if part is not None:
-                raise NotImplementedError(f"`{name}` is not available in this version of hf_kvcache; leave it None")
+        if sharing is not None:
+            raise NotImplementedError("`sharing` is not available in this version of hf_kvcache; leave it None")
+        if offload is not None and not isinstance(offload, Offload):
+            raise ValueError(f"`offload` must be a hf_kvcache.Offload, got {type(offload).__name__}")
         if scope not in ("full", "all"):
             raise ValueError(f"`scope` must be 'full' or 'all', got {scope!r}")
         policy = policy if policy is not None else Policy()
@@ -98,17 +102,23 @@ class KVCache(DynamicCache):
         expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
         self.policy = policy
         self.codec = codec
+        self.offload = offload
         self.scope = scope
         self.config_signature = signature_of(decoder)
         layers = []
         replaced = coded = 0
         native = DynamicCache(config=config).layers
+        self.offloader: Offloader | None = None
+        if offload is not None:
+            full = [index for index, layer in enumerate(native) if _is_full(layer)]
+            check_offload(offload, policy, codec, full, len(native), attached and not expanded, technique)
+            self.offloader = Offloader.of(offload, len(full))
         kinds = getattr(decoder, "layer_types", None) or []
         for index, layer in enumerate(native):
             chunked = index < len(kinds) and kinds[index] == "chunked_attention"
             chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
             made = _replace_layer(
-                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded
+                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded, self.offloader
             )
             if made is not None:
                 _check_drops(made.policy, policy)
@@ -144,8 +154,20 @@ class KVCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storage held, of every layer: keys, values, positions, scores and slack."""
-        return sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        """Bytes of all storage held, of every layer and in every tier: keys, values, positions, scores and slack."""
+        own = sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        return own + (0 if self.offloader is None else self.offloader.nbytes)
+
+    def nbytes_by_tier(self) -> dict[str, int]:
+        """`nbytes` by where it is: `"device"` (staging buffers included), `"host"` and `"disk"`."""
+        total = {"device": self.nbytes, "host": 0, "disk": 0}
+        for layer in self.kv_layers:
+            if isinstance(layer.segments, OffloadedStore | OffloadedPackedStore):
+                tiers = layer.segments.tier_bytes()
+                for tier in ("host", "disk"):
+                    total[tier] += tiers[tier]
+                    total["device"] -= tiers[tier]
+        return total
 
     def kept_length(self, layer_idx: int = 0) -> int:
         """Rows (tokens) physically held per KV head by layer `layer_idx`."""
@@ -182,6 +204,9 @@ class KVCache(DynamicCache):
             heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
             if isinstance(layer.segments, PackedStore):
                 total += self._packed_bytes(layer, by_layer[layer.layer_idx], batch, tokens, dtype)
+                continue
+            if isinstance(layer.segments, OffloadedStore):
+                total += offloaded_bytes(layer, heads, key_dim, value_dim, batch, tokens, dtype)
                 continue
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
@@ -243,7 +268,10 @@ class KVCache(DynamicCache):
             f"{own / full:.3f} of full precision"
         )
         others = len(self.layers) - len(layers)
-        return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
+        text += f" in {len(layers)} layers ({others} left to transformers)" if others else ""
+        if self.offloader is None:
+            return text
+        return text + "; " + ", ".join(f"{tier} {size:,}" for tier, size in self.nbytes_by_tier().items())
 
     def _bits(self) -> str:
         """Bits of an element: of packed rows and of exact ones."""
@@ -396,6 +424,10 @@ def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique
         raise ValueError(f"{technique}: the config of '{config.model_type}' names no `num_hidden_layers`")
 
 
+def _is_full(layer: Any) -> bool:
+    return type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
+
+
 def _window_of(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
@@ -411,11 +443,12 @@ def _replace_layer(
     attached: bool,
     technique: str,
     expanded: bool,
+    offloader: Offloader | None,
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
-    full = type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
-    if full:
+    if _is_full(layer):
+        arguments["offloader"] = offloader
         of_layer = policy.for_layer(index, count, None)
         if codec is not None:
             _check_codec(codec, of_layer, technique)

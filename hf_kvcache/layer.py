@@ -20,13 +20,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step, select
-from .segments import Chain, PackedStore, Ragged, Rows
+from .segments import Chain, OffloadedPackedStore, OffloadedStore, PackedStore, Ragged, Rows
 from .segments.dense import EMPTY
+from .segments.offloaded import OffloadedRows
 from .segments.packed import LazyRows
 from .view import KVView
 
 if TYPE_CHECKING:
     from .codecs.base import LayerCodec
+    from .offload import Offloader
 
 # The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
 # it attends (MLA) hands plain tensors on, and the attention function finds the layer here.
@@ -56,6 +58,7 @@ class KVLayer(CacheLayerMixin):
         sliding_window: the layer's own window (tokens, as `config.sliding_window`), or None.
         chunk_size: the layer's attention chunk (tokens), or None.
         codec: makes the codec of this layer from the sizes of its keys and values; None: full precision.
+        offloader: what it shares with the other layers whose older rows leave the device; None: all rows stay.
         attached: whether the model's attention goes through this library, so that a handle may be returned.
     """
 
@@ -73,6 +76,7 @@ class KVLayer(CacheLayerMixin):
         technique: str = "KVCache",
         expanded: bool = False,
         codec: Callable[[int, int], LayerCodec] | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.policy = policy
         self.layer_idx = layer_idx
@@ -86,9 +90,11 @@ class KVLayer(CacheLayerMixin):
         self.checked: int | None = None  # id of the attention module that was found to fit
         self.shared = False  # later model layers attend over these rows too
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
-        self.segments: Chain | Ragged | PackedStore
+        self.segments: Chain | Ragged | PackedStore | OffloadedStore
         if codec is not None:
-            self.segments = PackedStore(codec)
+            self.segments = PackedStore(codec) if offloader is None else OffloadedPackedStore(codec, offloader)
+        elif offloader is not None:
+            self.segments = OffloadedStore(offloader)
         else:
             self.segments = Ragged() if policy.ragged else Chain()
         self.is_initialized = False
@@ -307,7 +313,8 @@ class KVLayer(CacheLayerMixin):
                 "and cannot be told which tokens are left: use KVCache, which keeps every token."
             )
         rows = self.current()
-        tensor = getattr(rows, which)
+        # What leaves this library must not lie in a buffer that another layer takes over.
+        tensor = self.segments.owned(which) if isinstance(rows, OffloadedRows) else getattr(rows, which)
         if self._reads_in_order:
             tensor = self._in_order(tensor, rows.positions)
         front = self.front() if self._packed else None
@@ -433,6 +440,8 @@ class KVLayer(CacheLayerMixin):
     def _compress(self) -> None:
         """Pack what has left the exact window (see `PackedStore`)."""
         store = self.segments
+        if isinstance(store, OffloadedStore):
+            store.leave()
         if not isinstance(store, PackedStore) or not store.compress(self.policy.reserve):
             return
         if self._has_empty:
@@ -528,7 +537,7 @@ class KVLayer(CacheLayerMixin):
 
     def _no_rows(self, step: Step) -> Rows:
         rows = step.rows if self.pending is None else self.pending.rows
-        return rows.map(lambda t: t[:, :, :0].clone())
+        return rows.none()
 
     def _write(self, rows: Rows, chosen: Keep) -> None:
         if isinstance(self.segments, PackedStore):
@@ -606,10 +615,9 @@ class KVLayer(CacheLayerMixin):
         self._padding = padding
         self.policy.load_state(state["policy"])
         if not self.segments.is_empty:
-            rows = self.segments.rows
-            self._batch = rows.keys.shape[0]
+            self._batch = self.segments.shape[0]
             self.is_initialized = True
-            move = rows.keys.device
+            move = self.segments.positions.device
             self.policy.batch_map(lambda t: t.to(move))
 
     # ------------------------------------------------------------------ operations

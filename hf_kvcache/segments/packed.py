@@ -188,8 +188,8 @@ class PackedStore:
         """All keys or values `[B, H, N, D]` as full numbers."""
         parts = [] if self.front is None else [getattr(self.front, which)]
         tail = getattr(self.tail.rows, which)
-        side = self.keys if which == "keys" else self.values
-        if side is not None and self.has_packed:
+        if self.has_packed:
+            side = self._sides()[("keys", "values").index(which)]
             parts.append(self._undo(which, side.decoded(self.slots)).to(tail.dtype))
         return torch.cat([*parts, tail], dim=2)
 
@@ -223,19 +223,28 @@ class PackedStore:
         """Front, packed rows and tail, as attention takes them."""
         if not self.has_packed:
             return self.front, None, self.tail.rows
-        assert self.keys is not None and self.values is not None
+        keys, values = self._sides()
         packed = PackedRows(
-            self.keys.rows(self.slots),
-            self.values.rows(self.slots),
-            self.keys.fmt,
-            self.values.fmt,
+            keys.rows(self.slots),
+            values.rows(self.slots),
+            keys.fmt,
+            values.fmt,
             self.slots,
-            self.keys.half,
+            keys.half,
             self._turn("keys"),
             key_mean=self.mean,
             value_turn=self._turn("values"),
         )
         return self.front, packed, self.tail.rows
+
+    def _sides(self) -> tuple[Side, Side]:
+        """Packed keys and values, where they are to be read."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _new_side(self, role: str, dim: int, device: torch.device) -> Side:
+        fmt = self.codec.key_format if role == "keys" else self.codec.value_format
+        return Side(fmt, role, half_for(device), dim)
 
     # ------------------------------------------------------------------ writing
 
@@ -334,9 +343,8 @@ class PackedStore:
         batch, heads = rows.keys.shape[:2]
         device = rows.keys.device
         if self.keys is None or self.values is None:
-            half = half_for(device)
-            self.keys = Side(self.codec.key_format, "keys", half, rows.keys.shape[-1])
-            self.values = Side(self.codec.value_format, "values", half, rows.values.shape[-1])
+            self.keys = self._new_side("keys", rows.keys.shape[-1], device)
+            self.values = self._new_side("values", rows.values.shape[-1], device)
         tiles = self.keys.tiles
         if slots > tiles * 2 * self.keys.half:
             tiles = tiles_for(slots, self.keys.half)
@@ -688,13 +696,16 @@ class PackedStore:
 
     def as_of(self, later: int) -> PackedStore:
         """A copy that packed what was due before its newest `later` tokens came."""
-        twin = copy.deepcopy(self)
+        twin = self._twin()
         rows = twin.tail.rows
         newest = rows.map(lambda t: t[:, :, rows.length - later :].clone())
         twin.tail.crop(later)
         twin.compress()
         twin.tail.append(newest)
         return twin
+
+    def _twin(self) -> PackedStore:
+        return copy.deepcopy(self)
 
     def seal(self) -> None:
         raise ValueError("rows of a codec cannot be made read-only; seal a cache without a codec")
