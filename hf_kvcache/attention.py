@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
-from .offload.attend import chosen_columns, rows_of, where_they_lie
+from .offload.attend import chosen_columns, over_chosen, rows_of, where_they_lie
 from .ops.attention import Block, Extras, attend, merge
 from .ops.decode_attention import decode_attention
 from .policies.base import Step
@@ -365,30 +365,26 @@ def _packed_block(
 
 def _attends_away(layer: KVLayer, store: OffloadedStore, query: torch.Tensor, expanded: bool, before: str) -> bool:
     """Whether a step goes over pages where they lie, or over some of them; any other brings them all to the device."""
-    pending, config = layer.pending, store.offloader.config
-    if query.shape[2] > SHORT_STEP or expanded or pending is None or not pending.written or not store.is_away:
+    pending, new = layer.pending, query.shape[2]
+    if new > SHORT_STEP or expanded or pending is None or not pending.written or not store.is_away:
         return False
-    if config.top_pages is not None:
-        new = query.shape[2]
-        able = [config.pages_of(layer.total - new + i) for i in range(new)]
-        if any(config.wanted(pages) < pages for pages in able):
-            return True
-    want = before == "eager" or layer.policy.wants_probs(query.shape[2], pending.held)
-    return not want and store.offloader.attend_mode(query.device, query.dtype) == "compute"
+    want = before == "eager" or layer.policy.wants_probs(new, pending.held)
+    return store.selects(new) or (not want and store.computes(query))
 
 
 def _over_pages(
     layer: KVLayer, store: OffloadedStore, before: str, query: torch.Tensor, sight: Sight, extras: Extras
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A short step over pages beyond the device: output `[B, Q, Hq, Dv]`, and weights where somebody asks for them."""
-    new, heads = query.shape[2], store.shape[1]
-    config = store.offloader.config
-    if config.top_pages is None:
-        visible, bias = _by_kv_head(sight.visible(0, new), sight.bias(0, new), heads)
+    new = query.shape[2]
+    store.unstage()
+    if not store.selects(new):
+        visible, bias = _by_kv_head(sight.visible(0, new), sight.bias(0, new), store.shape[1])
         return where_they_lie(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
-    blocks = []
-    for i in range(new):  # each query chooses its own pages, as it would alone
-        blocks.append(_over_top_pages(store, query[:, :, i : i + 1], i, sight, extras, before == "eager"))
+    # Each query chooses its own pages, as it would alone.
+    blocks = [
+        _over_top_pages(store, query[:, :, i : i + 1], i, sight, extras, want=before == "eager") for i in range(new)
+    ]
     probs = [block.probs for block in blocks if block.probs is not None]
     output = torch.cat([block.output for block in blocks], dim=2)
     return output.transpose(1, 2).contiguous(), torch.cat(probs, dim=2) if probs else None
@@ -397,31 +393,26 @@ def _over_pages(
 def _over_top_pages(
     store: OffloadedStore, query: torch.Tensor, i: int, sight: Sight, extras: Extras, want: bool
 ) -> Block:
-    """The query `i` of a step over the pages that can matter to it."""
+    """The query `i` of a step over the pages that can matter to it, and the rows that are always read."""
     stop = store.length - sight.new + i + 1
-    found = store.chosen(query, stop)
-    if found is None:
-        every = torch.arange(store.away_pages, device=query.device)
-        found = every.expand(*store.shape[:2], -1), store.away_rows
-    pages, rest = found
-    tail, away = store.tail.rows, store.away_rows
-    late = slice(rest - away, stop - away)
-    rows = rows_of(pages, store.page)
+    pages, rest = store.chosen(query, stop, extras.scaling)
+    rows, away = rows_of(pages, store.page), store.away_rows
     visible, bias = _by_kv_head(sight.visible(i, i + 1), sight.bias(i, i + 1), store.shape[1])
-    visible, bias = (chosen_columns(mask, rows, rest, stop) for mask in (visible, bias))
-    keys, values = (
-        torch.cat([old, new[:, :, late]], dim=2).to(query.dtype)
-        for old, new in zip(store.gather(pages, query.device), (tail.keys, tail.values), strict=True)
-    )
-    plain = bias is None and extras.softcap is None and extras.sinks is None and not extras.dropout
+    masks = [chosen_columns(mask, rows, rest, stop) for mask in (visible, bias)]
+    tail = [t[:, :, rest - away : stop - away].to(query.dtype) for t in (store.tail.rows.keys, store.tail.rows.values)]
+    if store.computes(query) and not want:
+        return over_chosen(store, query, pages, tail, extras, masks)
+    found = store.gather(pages, query.device)
+    keys, values = (torch.cat([t.to(query.dtype), near], dim=2) for t, near in zip(found, tail, strict=True))
+    plain = masks[1] is None and extras.softcap is None and extras.sinks is None and not extras.dropout
     if plain and not want:
-        return Block(_packed_sdpa(query, keys, values, visible, extras.scaling), None, None)
-    block = attend(query, keys, values, extras, visible, bias, need_probs=want)
+        return Block(_packed_sdpa(query, keys, values, masks[0], extras.scaling), None, None)
+    block = attend(query, keys, values, extras, *masks, need_probs=want)
     if block.probs is None:
         return block
     group = query.shape[1] // rows.shape[1]
-    rest_rows = torch.arange(rest, stop, device=rows.device).expand(*rows.shape[:2], -1)
-    columns = torch.cat([rows, rest_rows], dim=-1).repeat_interleave(group, dim=1)[:, :, None]
+    others = torch.arange(rest, stop, device=rows.device).expand(*rows.shape[:2], -1)
+    columns = torch.cat([rows, others], dim=-1).repeat_interleave(group, dim=1)[:, :, None]
     whole = block.probs.new_zeros(*block.probs.shape[:3], store.length).scatter_(-1, columns, block.probs)
     return Block(block.output, None, whole)
 

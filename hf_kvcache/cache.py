@@ -252,6 +252,8 @@ class KVCache(DynamicCache):
             inner = ", ".join(f"{k}={v!r}" for k, v in self.codec.describe().items() if v is not None)
             plain = name == "QuantizedKIVICache" and not arguments
             arguments = inner if plain else f"{arguments}, codec={type(self.codec).__name__}({inner})".lstrip(", ")
+        if self.offload is not None:
+            arguments = f"{arguments}, resident_length={self.offload.resident_length}".lstrip(", ")
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         if len({layer.get_seq_length() for layer in layers}) > 1:
@@ -287,6 +289,11 @@ class KVCache(DynamicCache):
     def arguments(self) -> dict[str, Any]:
         """The arguments of this class, JSON-able, without the codec's (which `self.codec` describes)."""
         return self.policy.describe()
+
+    @property
+    def stored_as(self) -> str:
+        """The class that a file names. Files do not say where rows lay, so that any machine can read them."""
+        return type(self).__name__
 
     def _seen(self) -> int:
         return max((layer.get_seq_length() for layer in self.kv_layers), default=0)

@@ -205,6 +205,8 @@ class KVLayer(CacheLayerMixin):
                 self.record_past = False
                 step = replace(step, prompt=step.new > 1)
             self._apply(step)
+        if isinstance(self.segments, OffloadedStore):
+            self.segments.leave(trained=not torch.is_grad_enabled())
         self._compress()  # what a rollback could have reached until now
         self._check(key_states, value_states)
         new = key_states.shape[2]

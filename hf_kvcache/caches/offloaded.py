@@ -50,3 +50,7 @@ class CPUOffloadedCache(KVCache):
             raise ValueError(f"{type(self).__name__} has its offload; pass an Offload of your own to KVCache")
         offload = Offload(resident_length, page, attend, pin_memory, host_bytes, disk, top_pages)
         super().__init__(model_or_config, offload=offload, scope=scope, **parts)
+
+    @property
+    def stored_as(self) -> str:
+        return KVCache.__name__

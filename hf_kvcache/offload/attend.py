@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ..segments.offloaded import OffloadedStore
 
 CPU = torch.device("cpu")
+RADIUS = 0.5  # measured: tests/bench/top_pages.py
 
 
 def on_cpu(query: torch.Tensor, *masks: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -47,6 +48,25 @@ def where_they_lie(
     return merge([*blocks, *last], extras.sinks)
 
 
+def over_chosen(
+    store: OffloadedStore,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    tail: list[torch.Tensor],
+    extras: Extras,
+    masks: list[torch.Tensor | None],
+) -> Block:
+    """One query over chosen pages on the CPU and `tail` (keys, values) on its device, merged."""
+    alone, cut, device = extras._replace(sinks=None), pages.shape[2] * store.page, query.device
+    near = _block(query, tail[0], tail[1], alone, *(None if mask is None else mask[..., cut:] for mask in masks))
+    asked, seen, added = on_cpu(query, *(_cut(mask, 0, cut) for mask in masks))
+    assert asked is not None
+    far = _block(asked, *store.gather(pages, CPU), alone, seen, added)
+    assert far.lse is not None
+    far = Block(far.output.to(device), far.lse.to(device), None)
+    return Block(merge([far, near], extras.sinks), None, None)
+
+
 def _block(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -62,18 +82,23 @@ def _cut(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | Non
     return None if mask is None else mask[..., start:stop]
 
 
-def page_scores(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def page_scores(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scaling: float) -> torch.Tensor:
     """How much each page can matter to a query `[B, Hq, 1, D]`, per KV head: `[B, H, pages]`, -inf for padding.
 
-    The largest product of the query with any key inside the page's bounds, of the group's query that sees it most.
+    Quest bounds the product of the query and any key between `low` and `high` from above: q @ middle + |q| @ radius. No
+    key of a page reaches that bound in all channels at once, and RADIUS of the way to it ranks pages better. A group's
+    queries vote with their softmax over pages, so that one with nothing to look for does not outvote the others. The
+    first page is always read: attention rests on the first tokens, whatever their keys.
     """
     batch, heads, _, dim = low.shape
-    q = query.reshape(batch, heads, -1, dim).float()
+    q = query.reshape(batch, heads, -1, dim).float() * scaling
     low, high = low.float(), high.float()
-    # sum(max(q * low, q * high)) = q @ middle + |q| @ half the width
-    middle, half = (low + high) / 2, (high - low) / 2
-    bound = torch.matmul(q, middle.transpose(2, 3)) + torch.matmul(q.abs(), half.transpose(2, 3))
-    return bound.amax(2).masked_fill(low[..., 0] > high[..., 0], float("-inf"))
+    empty = (low > high).any(-1)[:, :, None]
+    middle, radius = (low + high) / 2, (high - low) / 2
+    estimate = torch.matmul(q, middle.transpose(2, 3)) + RADIUS * torch.matmul(q.abs(), radius.transpose(2, 3))
+    votes = torch.softmax(estimate.masked_fill(empty, float("-inf")), dim=-1).sum(2)
+    first = (~empty[:, :, 0]).int().argmax(-1, keepdim=True)  # after the padding
+    return votes.scatter(2, first, float("inf")).masked_fill(empty[:, :, 0], float("-inf"))
 
 
 def rows_of(pages: torch.Tensor, page: int) -> torch.Tensor:

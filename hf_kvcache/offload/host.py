@@ -109,7 +109,9 @@ class HostPages:
             pick = torch.tensor(used)
             with torch.inference_mode(False):
                 pinned = self.keys.is_pinned()
-                twin = HostPages.empty((self.keys[pick, :, :0], self.values[pick, :, :0]), self.page, self.pages, pinned)
+                twin = HostPages.empty(
+                    (self.keys[pick, :, :0], self.values[pick, :, :0]), self.page, self.pages, pinned
+                )
                 n = self.pages * self.page
                 twin.add(self.keys[pick, :, :n], self.values[pick, :, :n])
             twin.rows, twin.is_open = tuple(used.index(row) for row in rows), False

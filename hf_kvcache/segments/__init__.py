@@ -7,4 +7,13 @@ from .offloaded_packed import OffloadedPackedStore
 from .packed import PackedStore
 from .ragged import Ragged
 
-__all__ = ["Chain", "DenseSegment", "OffloadedPackedStore", "OffloadedStore", "PackedStore", "Ragged", "Rows", "capacity_for"]
+__all__ = [
+    "Chain",
+    "DenseSegment",
+    "OffloadedPackedStore",
+    "OffloadedStore",
+    "PackedStore",
+    "Ragged",
+    "Rows",
+    "capacity_for",
+]

@@ -1,6 +1,6 @@
 """OffloadedStore: the rows of one layer, the newest on the compute device, older ones in host memory or in files.
 
-    pages on disk  |  pages in host memory  |  resident tail
+pages on disk  |  pages in host memory  |  resident tail
 """
 
 from __future__ import annotations
@@ -222,26 +222,43 @@ class OffloadedStore:
             self._count([run], None)
             yield from run.pieces()
 
+    def computes(self, query: torch.Tensor) -> bool:
+        """Whether pages are attended to on the CPU."""
+        return self.offloader.attend_mode(query.device, query.dtype) == "compute"
+
+    def unstage(self) -> None:
+        """Give back the staging buffers of a long step, which steps over pages where they lie do not need."""
+        if self.offloader.nbytes:
+            self.offloader.release()
+
     # ------------------------------------------------------------------ top pages
 
-    def chosen(self, query: torch.Tensor, rows: int) -> tuple[torch.Tensor, int] | None:
-        """Pages `[B, H, k]` for a query `[B, Hq, 1, D]` that is the last of `rows` rows, in order, and the row from
-        which on all are attended to. None where that is all of them.
+    def _able(self, rows: int) -> int:
+        """Pages that a query at the end of `rows` rows chooses from: those that have left when tokens come one by one."""
+        return self.offloader.config.pages_of(rows - 1)
 
-        Depends on the rows alone, not on which of them have left the device already.
+    def selects(self, new: int) -> bool:
+        """Whether some of the newest `new` tokens leaves pages out."""
+        config = self.offloader.config
+        if self.low is None:
+            return False
+        able = [self._able(self.length - i) for i in range(new)]
+        return any(config.wanted(pages) < pages for pages in able)
+
+    def chosen(self, query: torch.Tensor, rows: int, scaling: float) -> tuple[torch.Tensor, int]:
+        """Pages `[B, H, k]` for a query `[B, Hq, 1, D]` at the end of `rows` rows, in order, and the row from which on
+        all are read. Depends on the rows alone, not on which of them have left the device already.
         """
-        config, away = self.offloader.config, self.away_pages
-        able = config.pages_of(rows - 1)  # those that have left when tokens come one by one
-        wanted = config.wanted(able)
-        if wanted >= able or self.low is None or self.high is None:
-            return None
+        assert self.low is not None and self.high is not None
+        able, away = self._able(rows), self.away_pages
         low, high = self.low[:, :, :able], self.high[:, :, :able]
         if able > away:
             tail, n = self.tail.rows, (able - away) * self.page
             near = page_bounds(tail.keys[:, :, :n], tail.positions[:, :, :n], self.page)
             low, high = (torch.cat(pair, dim=2) for pair in zip((low, high), near, strict=True))
-        pages = page_scores(query, low, high).topk(wanted, dim=-1).indices.sort(dim=-1).values
-        if away > able:
+        wanted = self.offloader.config.wanted(able)
+        pages = page_scores(query, low, high, scaling).topk(wanted, dim=-1).indices.sort(dim=-1).values
+        if away > able:  # they left before a rollback
             forced = torch.arange(able, away, device=pages.device)
             pages = torch.cat([pages, forced.expand(*pages.shape[:2], -1)], dim=-1)
         return pages, max(able, away) * self.page
@@ -252,9 +269,7 @@ class OffloadedStore:
         batch, heads, key_dim, value_dim = self.shape
         dtype = self.tail.rows.keys.dtype
         pin = self.offloader.pinned and device.type == "cuda"
-        out = [
-            torch.empty(*index.shape, self.page, dim, dtype=dtype, pin_memory=pin) for dim in (key_dim, value_dim)
-        ]
+        out = [torch.empty(*index.shape, self.page, dim, dtype=dtype, pin_memory=pin) for dim in (key_dim, value_dim)]
         start = 0
         for run in self.runs:
             where = ((index >= start) & (index < start + run.pages)).nonzero().unbind(1)
@@ -296,12 +311,15 @@ class OffloadedStore:
         else:
             self.tail.replace(rows, reserve)
 
-    def leave(self) -> None:
-        """Move whole pages beyond the newest `resident_length` rows off the device."""
+    def leave(self, trained: bool = False) -> None:
+        """Move whole pages beyond the newest `resident_length` rows off the device.
+
+        Rows that gradients may still pass through stay, unless the training step is over (`trained`).
+        """
         if self.tail.is_empty:
             return
         pages = self.offloader.config.pages_of(self.length) - self.away_pages
-        if pages > 0 and not _in_graph(self.tail.rows):
+        if pages > 0 and (trained or not _in_graph(self.tail.rows)):
             self._start(self.tail.rows, pages, self.page)
 
     def _start(self, rows: Rows, pages: int, reserve: int) -> None:

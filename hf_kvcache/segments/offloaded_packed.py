@@ -134,7 +134,9 @@ class HostSide(Side):
         for records, rows in self.files:
             for _, table in self.read(records, rows, 0, len(records.sums)):
                 for name, t in table.items():
-                    parts[name].append(t.movedim(0, self.dim_of(name)).flatten(self.dim_of(name), self.dim_of(name) + 1))
+                    parts[name].append(
+                        t.movedim(0, self.dim_of(name)).flatten(self.dim_of(name), self.dim_of(name) + 1)
+                    )
         whole = {name: torch.cat([*parts[name], t], dim=self.dim_of(name)) for name, t in self._table().items()}
         self.packed = Packed(whole["codes"], whole["scale"], whole.get("zero"))
         self.files, self.gone, self.columns = [], 0, []
@@ -311,6 +313,8 @@ class OffloadedPackedStore(PackedStore):
         bias: torch.Tensor | None,
     ) -> Block:
         """A short step: packed rows on the CPU, exact ones on their device, merged. No key or value travels."""
+        if self.offloader.nbytes:
+            self.offloader.release()  # a long step's
         alone, first, slots = extras._replace(sinks=None), self.front_length, self.slots
         near = (_without(mask, first, first + slots) for mask in (visible, bias))
         exact = decode_attention(query, front, None, tail, alone, *near, need_lse=True)
