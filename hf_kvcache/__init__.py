@@ -2,8 +2,16 @@
 
 from .attention import attach, detach
 from .cache import KVCache, load
-from .caches import CrossLayerSharedCache, HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
+from .caches import (
+    CPUOffloadedCache,
+    CrossLayerSharedCache,
+    HeavyHitterCache,
+    QuantizedKIVICache,
+    SlidingWindowCache,
+    SnapKVCache,
+)
 from .mla import disable_absorb, enable_absorb
+from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
 from .sharing import Sharing, find_sharing
@@ -16,6 +24,8 @@ __all__ = [
     "HeavyHitterCache",
     "KVCache",
     "PrefixStore",
+    "CPUOffloadedCache",
+    "Offload",
     "QuantizedKIVICache",
     "Sharing",
     "SlidingWindowCache",

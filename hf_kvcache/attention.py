@@ -19,11 +19,21 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
+from .offload.attend import chosen_columns, over_chosen, rows_of, where_they_lie
 from .ops.attention import Block, Extras, attend, merge
 from .ops.decode_attention import decode_attention
 from .paging.attend import over_blocks, reads_in_pieces
 from .policies.base import Step
-from .segments import DenseSegment, PackedChain, PackedStore, PagedSegment, Ragged, Rows
+from .segments import (
+    DenseSegment,
+    OffloadedPackedStore,
+    OffloadedStore,
+    PackedChain,
+    PackedStore,
+    PagedSegment,
+    Ragged,
+    Rows,
+)
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -125,6 +135,9 @@ def attention_forward(
         keys = None
         visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), store.shape[1])
         output, weights = over_blocks(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
+    elif isinstance(store, OffloadedStore) and _attends_away(layer, store, query, expanded, before):
+        keys = None
+        output, weights = _over_pages(layer, store, before, query, sight, extras)
     else:
         rows = layer.current()
         keys = key if expanded else rows.keys
@@ -149,7 +162,8 @@ def attention_forward(
         new=query.shape[2],
         start=pending.start,
         query=query.detach() if policy.needs_queries else None,
-        model_keys=None if keys is None else keys.detach(),
+        # Keys in a staging buffer are another layer's soon: they are read again where they are needed.
+        model_keys=None if keys is None or (isinstance(store, OffloadedStore) and not expanded) else keys.detach(),
         visible=sight.visible,
         bias=sight.bias,
         real=sight.real,
@@ -360,7 +374,8 @@ def _packed_block(
     want: bool,
 ) -> Block:
     """Queries `start:stop` over the rows of `store`."""
-    front, packed, tail = store.attended()
+    computes = isinstance(store, OffloadedPackedStore) and not want and store.computes(query)
+    front, packed, tail = (store.front, None, store.tail.pair) if computes else store.attended()
     heads = tail[0].shape[1]
     visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), heads)
     if isinstance(store, PackedChain) and store.sealed:
@@ -372,6 +387,8 @@ def _packed_block(
         tail = _exact(*tail, moved, query.dtype)
     if tail[0].dtype != query.dtype:
         tail = _exact(*tail, None, query.dtype)
+    if computes and isinstance(store, OffloadedPackedStore):
+        return store.where_they_lie(query[:, :, start:stop], first, tail, extras, visible, bias)
     return decode_attention(query[:, :, start:stop], first, packed, tail, extras, visible, bias, need_probs=want)
 
 
@@ -392,6 +409,60 @@ def _over_segments(layer: KVLayer, query: torch.Tensor, before: str) -> bool:
         return True
     # Long steps keep their queries' probabilities for the backward pass, so there SDPA over a copy takes less.
     return layer.is_shared_by_rows and before == "sdpa" and not torch.is_grad_enabled()
+
+
+def _attends_away(layer: KVLayer, store: OffloadedStore, query: torch.Tensor, expanded: bool, before: str) -> bool:
+    """Whether a step goes over pages where they lie, or over some of them; any other brings them all to the device."""
+    pending, new = layer.pending, query.shape[2]
+    if new > SHORT_STEP or expanded or pending is None or not pending.written or not store.is_away:
+        return False
+    want = before == "eager" or layer.policy.wants_probs(new, pending.held)
+    return store.selects(new) or (not want and store.computes(query))
+
+
+def _over_pages(
+    layer: KVLayer, store: OffloadedStore, before: str, query: torch.Tensor, sight: Sight, extras: Extras
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A short step over pages beyond the device: output `[B, Q, Hq, Dv]`, and weights where somebody asks for them."""
+    new = query.shape[2]
+    store.unstage()
+    if not store.selects(new):
+        visible, bias = _by_kv_head(sight.visible(0, new), sight.bias(0, new), store.shape[1])
+        return where_they_lie(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
+    # Each query chooses its own pages, as it would alone.
+    blocks = [
+        _over_top_pages(store, query[:, :, i : i + 1], i, sight, extras, want=before == "eager") for i in range(new)
+    ]
+    probs = [block.probs for block in blocks if block.probs is not None]
+    output = torch.cat([block.output for block in blocks], dim=2)
+    return output.transpose(1, 2).contiguous(), torch.cat(probs, dim=2) if probs else None
+
+
+def _over_top_pages(
+    store: OffloadedStore, query: torch.Tensor, i: int, sight: Sight, extras: Extras, want: bool
+) -> Block:
+    """The query `i` of a step over the pages that can matter to it, and the rows that are always read."""
+    stop = store.length - sight.new + i + 1
+    pages, rest = store.chosen(query, stop, extras.scaling)
+    rows, away = rows_of(pages, store.page), store.away_rows
+    visible, bias = _by_kv_head(sight.visible(i, i + 1), sight.bias(i, i + 1), store.shape[1])
+    masks = [chosen_columns(mask, rows, rest, stop) for mask in (visible, bias)]
+    tail = [t[:, :, rest - away : stop - away].to(query.dtype) for t in (store.tail.rows.keys, store.tail.rows.values)]
+    if store.computes(query) and not want:
+        return over_chosen(store, query, pages, tail, extras, masks)
+    found = store.gather(pages, query.device)
+    keys, values = (torch.cat([t.to(query.dtype), near], dim=2) for t, near in zip(found, tail, strict=True))
+    plain = masks[1] is None and extras.softcap is None and extras.sinks is None and not extras.dropout
+    if plain and not want:
+        return Block(_packed_sdpa(query, keys, values, masks[0], extras.scaling), None, None)
+    block = attend(query, keys, values, extras, *masks, need_probs=want)
+    if block.probs is None:
+        return block
+    group = query.shape[1] // rows.shape[1]
+    others = torch.arange(rest, stop, device=rows.device).expand(*rows.shape[:2], -1)
+    columns = torch.cat([rows, others], dim=-1).repeat_interleave(group, dim=1)[:, :, None]
+    whole = block.probs.new_zeros(*block.probs.shape[:3], store.length).scatter_(-1, columns, block.probs)
+    return Block(block.output, None, whole)
 
 
 def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:

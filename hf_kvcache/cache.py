@@ -24,10 +24,12 @@ from .attention import attach, signature_of, why_not_attach
 from .codecs import preset
 from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
+from .offload import Offload, Offloader
+from .offload.rules import check_offload, offloaded_bytes
 from .paging import BlockPool
 from .paging.arena import Kind
 from .policies.base import LayerPolicy, Policy
-from .segments import PackedStore, PagedSegment, capacity_for
+from .segments import OffloadedPackedStore, OffloadedStore, PackedStore, PagedSegment, capacity_for
 from .segments.side import half_for, tiles_for
 
 
@@ -45,7 +47,8 @@ class KVCache(DynamicCache):
             (`hf_kvcache.codecs.PRESETS`); None writes full precision. For full-attention layers, and with
             `scope="all"` for sliding ones where the policy keeps all. A policy that overwrites single rows
             (`HeavyHitter`, `SnapKV(decode_budget=...)`) needs a codec of self-contained rows (`Rotated`).
-        offload: where blocks live. Not available in this version: anything but None raises `NotImplementedError`.
+        offload: which rows leave the compute device: a `hf_kvcache.Offload`; None keeps all of them there. For
+            full-attention layers, with policies that select from prompts (`SnapKV`) or keep all, and with any codec.
         sharing: which layers read the rows of an earlier one instead of having their own: a factor, a map
             `{follower: source}`, or what `find_sharing` returned; see `CrossLayerSharedCache`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
@@ -68,8 +71,8 @@ class KVCache(DynamicCache):
         scope: str = "full",
         pool: BlockPool | None = None,
     ) -> None:
-        if offload is not None:
-            raise NotImplementedError("`offload` is not available in this version of hf_kvcache; leave it None")
+        if offload is not None and not isinstance(offload, Offload):
+            raise ValueError(f"`offload` must be a hf_kvcache.Offload, got {type(offload).__name__}")
         if scope not in ("full", "all"):
             raise ValueError(f"`scope` must be 'full' or 'all', got {scope!r}")
         policy = policy if policy is not None else Policy()
@@ -88,6 +91,11 @@ class KVCache(DynamicCache):
             raise NotImplementedError(
                 f"{technique}: a block of a pool holds rows in full precision, and a codec writes rows of a padded "
                 "batch at places of their own. Leave `pool` or `codec` out."
+            )
+        if pool is not None and offload is not None:
+            raise NotImplementedError(
+                f"{technique}: blocks of a pool stay on the device that they were made on. Leave `pool` or `offload` "
+                "out."
             )
         _check_config(config, decoder, technique)
         reason = None if model is None else own_cache_reason(model)
@@ -110,18 +118,35 @@ class KVCache(DynamicCache):
         expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
         self.policy = policy
         self.codec = codec
+        self.offload = offload
         self.scope = scope
         self.pool = pool
         self.config_signature = signature_of(decoder)
         layers = []
         replaced = coded = 0
         native = DynamicCache(config=config).layers
+        self.offloader: Offloader | None = None
+        if offload is not None:
+            full = [index for index, layer in enumerate(native) if _is_full(layer)]
+            check_offload(offload, policy, codec, full, len(native), attached and not expanded, technique)
+            self.offloader = Offloader.of(offload, len(full))
         kinds = getattr(decoder, "layer_types", None) or []
         for index, layer in enumerate(native):
             chunked = index < len(kinds) and kinds[index] == "chunked_attention"
             chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
             made = _replace_layer(
-                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded, pool
+                layer,
+                index,
+                len(native),
+                policy,
+                codec,
+                scope,
+                chunked,
+                attached,
+                technique,
+                expanded,
+                pool,
+                self.offloader,
             )
             if made is not None:
                 _check_drops(made.policy, policy)
@@ -163,8 +188,20 @@ class KVCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storage held, of every layer: keys, values, positions, scores and slack."""
-        return sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        """Bytes of all storage held, of every layer and in every tier: keys, values, positions, scores and slack."""
+        own = sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        return own + (0 if self.offloader is None else self.offloader.nbytes)
+
+    def nbytes_by_tier(self) -> dict[str, int]:
+        """`nbytes` by where it is: `"device"` (staging buffers included), `"host"` and `"disk"`."""
+        total = {"device": self.nbytes, "host": 0, "disk": 0}
+        for layer in self.kv_layers:
+            if isinstance(layer.segments, OffloadedStore | OffloadedPackedStore):
+                tiers = layer.segments.tier_bytes()
+                for tier in ("host", "disk"):
+                    total[tier] += tiers[tier]
+                    total["device"] -= tiers[tier]
+        return total
 
     def _holder(self, layer_idx: int) -> Any:
         """The layer that holds the rows which model layer `layer_idx` reads."""
@@ -208,6 +245,9 @@ class KVCache(DynamicCache):
                 continue
             if isinstance(layer.segments, PagedSegment):
                 total += _paged_bytes(layer, layer.segments.pool, heads, key_dim, value_dim, batch, tokens, dtype)
+                continue
+            if isinstance(layer.segments, OffloadedStore):
+                total += offloaded_bytes(layer, heads, key_dim, value_dim, batch, tokens, dtype)
                 continue
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
@@ -255,6 +295,8 @@ class KVCache(DynamicCache):
             arguments = inner if plain else f"{arguments}, codec={type(self.codec).__name__}({inner})".lstrip(", ")
         if self.sharing:
             arguments = f"{arguments}, sharing={self.sharing}".lstrip(", ")
+        if self.offload is not None:
+            arguments = f"{arguments}, resident_length={self.offload.resident_length}".lstrip(", ")
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         if len({layer.get_seq_length() for layer in layers}) > 1:
@@ -275,7 +317,10 @@ class KVCache(DynamicCache):
         if self.sharing:
             text += f", {sum(readers)} layers reading {len(layers)}"
         others = len(self.layers) - sum(readers)
-        return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
+        text += f" in {len(layers)} layers ({others} left to transformers)" if others else ""
+        if self.offloader is None:
+            return text
+        return text + "; " + ", ".join(f"{tier} {size:,}" for tier, size in self.nbytes_by_tier().items())
 
     def _bits(self) -> str:
         """Bits of an element: of packed rows and of exact ones."""
@@ -291,6 +336,11 @@ class KVCache(DynamicCache):
     def arguments(self) -> dict[str, Any]:
         """The arguments of this class, JSON-able, without the codec's (which `self.codec` describes)."""
         return self.policy.describe()
+
+    @property
+    def stored_as(self) -> str:
+        """The class that a file names. Files do not say where rows lay, so that any machine can read them."""
+        return type(self).__name__
 
     def _seen(self) -> int:
         return max((layer.get_seq_length() for layer in self.kv_layers), default=0)
@@ -433,6 +483,10 @@ def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique
         raise ValueError(f"{technique}: the config of '{config.model_type}' names no `num_hidden_layers`")
 
 
+def _is_full(layer: Any) -> bool:
+    return type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
+
+
 def _window_of(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
@@ -448,13 +502,14 @@ def _replace_layer(
     attached: bool,
     technique: str,
     expanded: bool,
-    pool: BlockPool | None = None,
+    pool: BlockPool | None,
+    offloader: Offloader | None,
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
     arguments["pool"] = pool
-    full = type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
-    if full:
+    if _is_full(layer):
+        arguments["offloader"] = offloader
         of_layer = policy.for_layer(index, count, None)
         _check_pool(pool, of_layer, technique)
         if codec is not None:

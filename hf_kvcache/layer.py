@@ -21,13 +21,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step, select
-from .segments import Chain, PackedStore, PagedSegment, Ragged, Rows
+from .segments import Chain, OffloadedPackedStore, OffloadedStore, PackedStore, PagedSegment, Ragged, Rows
 from .segments.dense import EMPTY
+from .segments.offloaded import OffloadedRows
 from .segments.packed import LazyRows
 from .view import KVView
 
 if TYPE_CHECKING:
     from .codecs.base import LayerCodec
+    from .offload import Offloader
     from .paging import BlockPool
 
 # The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
@@ -70,6 +72,7 @@ class KVLayer(CacheLayerMixin):
         chunk_size: the layer's attention chunk (tokens), or None.
         codec: makes the codec of this layer from the sizes of its keys and values; None: full precision.
         pool: where rows are drawn from, a block at a time; None: buffers of the layer's own.
+        offloader: what it shares with the other layers whose older rows leave the device; None: all rows stay.
         attached: whether the model's attention goes through this library, so that a handle may be returned.
     """
 
@@ -88,6 +91,7 @@ class KVLayer(CacheLayerMixin):
         expanded: bool = False,
         codec: Callable[[int, int], LayerCodec] | None = None,
         pool: BlockPool | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.policy = policy
         self.layer_idx = layer_idx
@@ -102,11 +106,13 @@ class KVLayer(CacheLayerMixin):
         self.shared = False  # later model layers attend over these rows too
         self.followers = 0  # layers of the cache that read these rows, each once in every step (see `FollowerLayer`)
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
-        self.segments: Chain | Ragged | PackedStore | PagedSegment
+        self.segments: Chain | Ragged | PackedStore | PagedSegment | OffloadedStore
         if codec is not None:
-            self.segments = PackedStore(codec)
+            self.segments = PackedStore(codec) if offloader is None else OffloadedPackedStore(codec, offloader)
         elif pool is not None:
             self.segments = PagedSegment(pool, layer_idx)
+        elif offloader is not None:
+            self.segments = OffloadedStore(offloader)
         else:
             self.segments = Ragged() if policy.ragged else Chain()
         self.is_initialized = False
@@ -220,6 +226,8 @@ class KVLayer(CacheLayerMixin):
                 self.record_past = False
                 step = replace(step, prompt=step.new > 1)
             self._apply(step)
+        if isinstance(self.segments, OffloadedStore):
+            self.segments.leave(trained=not torch.is_grad_enabled())
         self._compress()  # what a rollback could have reached until now
         self._check(key_states, value_states)
         new = key_states.shape[2]
@@ -308,6 +316,11 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self.policy.drops or self.is_sliding or isinstance(self.segments, Ragged):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
+        if not isinstance(self.segments, Chain | PackedStore) or isinstance(self.segments, OffloadedPackedStore):
+            raise ValueError(
+                f"{self.technique}: rows of a pool or in host memory are not made read-only; copies of a cache with a pool "
+                "share them as they are"
+            )
         self.segments = self.segments.seal()
 
     def adopt(self, parts: list[Rows]) -> None:
@@ -362,7 +375,8 @@ class KVLayer(CacheLayerMixin):
                 "and cannot be told which tokens are left: use KVCache, which keeps every token."
             )
         rows = self.current()
-        tensor = getattr(rows, which)
+        # What leaves this library must not lie in a buffer that another layer takes over.
+        tensor = self.segments.owned(which) if isinstance(rows, OffloadedRows) else getattr(rows, which)
         if self._reads_in_order:
             tensor = self._in_order(tensor, rows.positions)
         front = self.front() if self._packed else None
@@ -499,6 +513,8 @@ class KVLayer(CacheLayerMixin):
     def _compress(self) -> None:
         """Pack what has left the exact window (see `PackedStore`)."""
         store = self.segments
+        if isinstance(store, OffloadedStore):
+            store.leave()
         if not isinstance(store, PackedStore) or not store.compress(self.policy.reserve):
             return
         if self._has_empty:
@@ -594,7 +610,7 @@ class KVLayer(CacheLayerMixin):
 
     def _no_rows(self, step: Step) -> Rows:
         rows = step.rows if self.pending is None else self.pending.rows
-        return rows.map(lambda t: t[:, :, :0].clone())
+        return rows.none()
 
     def _write(self, rows: Rows, chosen: Keep) -> None:
         if isinstance(self.segments, PackedStore):
@@ -672,10 +688,9 @@ class KVLayer(CacheLayerMixin):
         self._padding = padding
         self.policy.load_state(state["policy"])
         if not self.segments.is_empty:
-            rows = self.segments.rows
-            self._batch = rows.keys.shape[0]
+            self._batch = self.segments.shape[0]
             self.is_initialized = True
-            move = rows.keys.device
+            move = self.segments.positions.device
             self.policy.batch_map(lambda t: t.to(move))
 
     # ------------------------------------------------------------------ operations

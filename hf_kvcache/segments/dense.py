@@ -51,6 +51,10 @@ class Rows:
     def length(self) -> int:
         return self.keys.shape[2]
 
+    def none(self) -> Rows:
+        """A table of the same kind without rows."""
+        return self.map(lambda t: t[:, :, :0].clone())
+
     def __deepcopy__(self, memo: dict[int, object]) -> Rows:
         # Non-leaf tensors of a training step have no deepcopy of their own.
         return self.map(lambda t: t.detach().clone())

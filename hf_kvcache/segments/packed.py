@@ -65,6 +65,8 @@ class PackedStore:
     attention as they lie. Bytes: `LayerCodec.packed_bytes`, the exact rows, and 4 for the position of each row.
     """
 
+    staged = False  # whether packed rows are handed out in buffers that other layers use too
+
     def __init__(self, make: Callable[[int, int], LayerCodec]) -> None:
         self.make = make  # (key size, value size) -> the codec of this layer
         self._codec: LayerCodec | None = None
@@ -203,8 +205,8 @@ class PackedStore:
         """All keys or values `[B, H, N, D]` as full numbers."""
         parts = [] if self.front is None else [getattr(self.front, which)]
         tail = getattr(self.tail.rows, which)
-        side = self.keys if which == "keys" else self.values
-        if side is not None and self.has_packed:
+        if self.has_packed:
+            side = self._sides()[("keys", "values").index(which)]
             parts.append(self._undo(which, side.decoded(self.slots)).to(tail.dtype))
         return torch.cat([*parts, tail], dim=2)
 
@@ -239,8 +241,8 @@ class PackedStore:
         slots = self.slots
         if not slots:
             return self.front, None, self.tail.pair
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None and keys.packed is not None and values.packed is not None
+        keys, values = self._sides()
+        assert keys.packed is not None and values.packed is not None
         made_of = (keys.packed, values.packed, keys.base, values.base, self.mean)
         if self._attended is None or self._attended[0] != slots or not _same(self._attended[1], made_of):
             packed = PackedRows(
@@ -257,8 +259,20 @@ class PackedStore:
                 value_base=values.base,
             )
             steady = Steady.of(packed, keys.dim, values.dim, self.tail.pair[0].dtype)
-            self._attended = (slots, made_of, packed._replace(steady=steady))
+            packed = packed._replace(steady=steady)
+            if not self.staged:
+                self._attended = (slots, made_of, packed)
+            return self.front, packed, self.tail.pair
         return self.front, self._attended[2], self.tail.pair
+
+    def _sides(self) -> tuple[Side, Side]:
+        """Packed keys and values, where they are to be read."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    def _new_side(self, role: str, dim: int, device: torch.device) -> Side:
+        fmt = self.codec.key_format if role == "keys" else self.codec.value_format
+        return Side(fmt, role, half_for(device), dim)
 
     # ------------------------------------------------------------------ writing
 
@@ -361,9 +375,8 @@ class PackedStore:
         batch, heads = rows.keys.shape[:2]
         device = rows.keys.device
         if self.keys is None or self.values is None:
-            half = half_for(device)
-            self.keys = Side(self.codec.key_format, "keys", half, rows.keys.shape[-1])
-            self.values = Side(self.codec.value_format, "values", half, rows.values.shape[-1])
+            self.keys = self._new_side("keys", rows.keys.shape[-1], device)
+            self.values = self._new_side("values", rows.values.shape[-1], device)
         tiles = self.keys.tiles
         if slots > tiles * 2 * self.keys.half:
             tiles = tiles_for(slots, self.keys.half)
@@ -721,13 +734,16 @@ class PackedStore:
 
     def as_of(self, later: int) -> PackedStore:
         """A copy that packed what was due before its newest `later` tokens came."""
-        twin = copy.deepcopy(self)
+        twin = self._twin()
         rows = twin.tail.rows
         newest = rows.map(lambda t: t[:, :, rows.length - later :].clone())
         twin.tail.crop(later)
         twin.compress()
         twin.tail.append(newest)
         return twin
+
+    def _twin(self) -> PackedStore:
+        return copy.deepcopy(self)
 
     def seal(self) -> PackedStore:
         """This store with everything but its tail read-only, for copies to share."""
