@@ -112,7 +112,7 @@ def attention_forward(
         sinks = query.new_zeros(query.shape[1])
     extras = Extras(scale, kwargs.get("softcap"), sinks, dropout if module.training else 0.0)
     # Models whose last layers use the keys of earlier ones (Gemma 3n) attend more than once over a layer's rows.
-    layer.shared = layer.shared or bool(getattr(module, "store_full_length_kv", False))
+    layer.shared = layer.shared or bool(vars(module).get("store_full_length_kv"))
     expanded = not isinstance(key, KVView)
     sight = Sight(layer, query, attention_mask, kwargs)
     if isinstance(layer.segments, Ragged):

@@ -40,9 +40,9 @@ expected = threading.local()
 MAX_ROLLBACK = 256
 
 
-def _new_indices(start: int, new: int, device: torch.device) -> torch.Tensor:
-    """Sequence indices of new tokens, int32 `[new]`."""
-    return torch.arange(start, start + new, dtype=torch.int32, device=device)
+def _new_indices(start: int, new: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Sequence indices of new tokens, int32 `[batch, 1, new]`."""
+    return torch.arange(start, start + new, dtype=torch.int32, device=device).expand(batch, 1, new)
 
 
 # All layers of a step are given the same ones. A training step keeps its tensors, so those are its own.
@@ -235,7 +235,7 @@ class KVLayer(CacheLayerMixin):
             self._begin(key_states.shape[0])
         held = self.segments.length
         indices = _new_indices if torch.is_grad_enabled() else _indices
-        positions = indices(self._seen, new, key_states.device).expand(self._batch, 1, new)
+        positions = indices(self._seen, new, self._batch, key_states.device)
         scores = None
         if self.policy.uses_scores:
             scores = torch.zeros(key_states.shape[:3], dtype=torch.float32, device=key_states.device)
@@ -268,12 +268,13 @@ class KVLayer(CacheLayerMixin):
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.segments.is_empty:
             return
-        if self.is_initialized and keys.shape[0] != self._batch:
+        batch, heads, _, dim = keys.shape
+        if self.is_initialized and batch != self._batch:
             raise ValueError(
-                f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
+                f"the cache holds a batch of {self._batch} but was given {batch}: call `cache.reset()` for a "
                 "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
             )
-        given = (keys.shape[1], keys.shape[3], values.shape[3])
+        given = (heads, dim, values.shape[3])
         if given == self._fitting:
             return
         held = self.segments.shape[1:]

@@ -320,9 +320,10 @@ class PackedStore:
 
         `reserve` is the least number of free rows that the tail is left with.
         """
-        if self.tail.is_empty:
-            return False
-        c, missing = self.codec, [self.codec.num_sink_tokens - have for have in self.fronts]
+        c = self._codec
+        if c is None or self.tail.length < c.residual_length + c.block:
+            return False  # most steps end here
+        missing = [c.num_sink_tokens - have for have in self.fronts]
         if self.tail.length - c.residual_length - min(missing) < c.block:
             return False
         rows = self.tail.rows
