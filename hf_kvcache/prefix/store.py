@@ -157,7 +157,8 @@ class PrefixStore:
         if ids.shape[1] < held and rows.others(cache):
             raise ValueError(
                 f"the cache holds {held} tokens and `input_ids` has {ids.shape[1]}, but its layers "
-                f"({rows.kinds(cache)}) are kept only as they are at the end. Put the prefix before more tokens are fed, or pass all ids."
+                f"({rows.kinds(cache)}) are kept only as they are at the end. Put the prefix before "
+                "more tokens are fed, or pass all ids."
             )
         inner = self.check_model(model)
         if cache.fingerprint != storage.fingerprint(inner):
@@ -187,7 +188,7 @@ class PrefixStore:
         cache = self.new_cache(model)
         found = self.fill(model, cache, ids[0], 1, {}, times=0)
         if found < ids.shape[1]:
-            generating.read(model, cache, ids[:, found:])
+            generating.read(self.check_model(model), cache, ids[:, found:])
         return self.put(model, ids, cache, pin=pin)
 
     def pin(self, model: Any, input_ids: torch.Tensor, pinned: bool = True) -> bool:
@@ -274,16 +275,18 @@ class PrefixStore:
             node, length = self._find(key, cache, ids, most)
             if length < len(ids) and self._is_stale(key):
                 self._scan(key, cache)
+            while True:
                 node, length = self._find(key, cache, ids, most)
-            if inputs:
-                first, last = placeholders(inner.config, ids)
-                if first < length < last:  # a prefix has all of the images, or none
-                    node, length = self._find(key, cache, ids, first)
-            parts: list[tuple[list[Any], int]] = []
-            state = None
-            if node is not None:
+                if inputs:
+                    first, last = placeholders(inner.config, ids)
+                    if first < length < last:  # a prefix has all of the images, or none
+                        node, length = self._find(key, cache, ids, first)
+                damaged = self._counts["damaged_files"]
                 parts, state = self._resident(node, length, cache, inner, key)
-                length = sum(count for _, count in parts)
+                if damaged == self._counts["damaged_files"]:
+                    break
+                self._scan(key, cache)  # other files may hold the same rows
+            length = sum(count for _, count in parts)
             if times:
                 self._counts["hits" if length else "misses"] += 1
                 self._counts["tokens_saved"] += length * times
@@ -374,13 +377,13 @@ class PrefixStore:
         return found, length
 
     def _resident(
-        self, node: Node, length: int, cache: KVCache, model: Any, key: Key
+        self, node: Node | None, length: int, cache: KVCache, model: Any, key: Key
     ) -> tuple[list[tuple[list[Any], int]], State | None]:
-        """The rows of the first `length` tokens up to a node, read from files where needed; less if they are damaged."""
+        """The rows of the `length` tokens up to a node, read from files where needed; none if those are damaged."""
         spans: list[tuple[Block, int, int]] = []
         state = None
         at = 0
-        for each in node.path():
+        for each in node.path() if node is not None else []:
             last = each is node
             count = min(each.length, length - at)
             try:
@@ -391,11 +394,9 @@ class PrefixStore:
                     if each.state.layers is None:
                         self._load_state(each, cache, model)
                     state = each.state
-            except (files.DamagedFile, NotImplementedError) as error:
+            except files.DamagedFile as error:
                 self._lose(each, error)
-                if rows.others(cache):
-                    return [], None  # what is left ends at no state
-                break
+                return [], None
             if each.is_resident and each not in self._tree.order:
                 self._tree.admit(each)
             if spans and spans[-1][0] is each.block and spans[-1][2] == each.start:
@@ -405,13 +406,14 @@ class PrefixStore:
             at += count
         return [(block.cut(start, stop), stop - start) for block, start, stop in spans], state
 
-    def _lose(self, node: Node, error: Exception) -> None:
+    def _lose(self, node: Node, error: files.DamagedFile) -> None:
         """Forget an entry whose file is not to be trusted."""
         self._counts["damaged_files"] += 1
-        for name in (node.block.file, node.state.file if node.state is not None else None):
-            if name is not None:
-                self._bad.add(name)
         self._warn(str(error), f"{error}. The entry is left out and will be computed anew.")
+        if error.file is not None:
+            self._bad.add(error.file)
+            if error.is_certain and self.folder is not None:
+                self.folder.remove(error.file)
         self._tree.remove(node)
 
     def _shrink(self) -> None:
@@ -487,7 +489,7 @@ class PrefixStore:
                     raise ValueError("rows of other tokens")
                 tables = rows.rows_from_file(tensors, start, end - start, wanted)
             except ValueError as error:
-                raise files.DamagedFile(f"{name}: {error}") from error
+                raise files.DamagedFile(f"{name}: {error}", name) from error
             block = Block(tables, end - start, name)
             self._blocks[name, key.place] = block
             self.folder.touch(name)
@@ -505,7 +507,7 @@ class PrefixStore:
                 raise ValueError("a state of other tokens")
             loaded = rows.state_from_file(description.get("layers"), tensors, self.new_cache(model), len(path), devices)
         except ValueError as error:
-            raise files.DamagedFile(f"{name}: {error}") from error
+            raise files.DamagedFile(f"{name}: {error}", name) from error
         node.state.layers = loaded.layers
         self._tree.dismiss(node)
         self.folder.touch(name)
