@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_prefix import ARGUMENTS, QUESTIONS, ROOM, SYSTEM, cold, prompt
+from test_prefix import ARGUMENTS, QUESTIONS, ROOM, SYSTEM, cold
 from test_storage import gemma3, llama
 
 from hf_kvcache import KVCache, PrefixStore
