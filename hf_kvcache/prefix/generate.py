@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,6 +91,23 @@ def read(inner: Any, cache: KVCache, ids: torch.Tensor) -> None:
     size = getattr(getattr(inner, "generation_config", None), "prefill_chunk_size", None) or ids.shape[1]
     for piece in ids.to(inner.device).split(size, dim=1):
         inner(input_ids=piece, use_cache=True, **{cache_name(inner): cache}, **more)
+
+
+_continues: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def continues(inner: Any) -> bool:
+    """Whether a text in two parts gives what it gives in one. Some models drop their recurrent states in between."""
+    if inner not in _continues:
+        vocabulary = inner.config.get_text_config(decoder=True).vocab_size
+        ids = (torch.arange(16, device=inner.device)[None] * 7919 + 11) % vocabulary
+        cache = KVCache(inner)
+        whole = inner(input_ids=ids, use_cache=False).logits[:, -1].float()
+        read(inner, cache, ids[:, :9])
+        parts = inner(input_ids=ids[:, 9:], use_cache=True, **{cache_name(inner): cache}).logits[:, -1].float()
+        _continues[inner] = float((whole - parts).abs().max()) <= 0.05 * float(whole.std())
+    return _continues[inner]
 
 
 def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any]) -> tuple[Request, dict[str, Any]]:

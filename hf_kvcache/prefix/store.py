@@ -245,9 +245,15 @@ class PrefixStore:
         if isinstance(self._make, KVCache):
             if self._make.fingerprint != storage.fingerprint(inner):
                 raise ValueError("the store's `cache` was made for another model: pass a function of the model instead")
-            return copy.deepcopy(self._make)
-        cache = KVCache(inner) if self._make is None else self._make(inner)
-        rows.check(cache)
+            cache = copy.deepcopy(self._make)
+        else:
+            cache = KVCache(inner) if self._make is None else self._make(inner)
+            rows.check(cache)
+        if any(hasattr(layer, "conv_states") for layer in cache.layers) and not generating.continues(inner):
+            raise NotImplementedError(
+                f"{type(inner).__name__} does not continue a text from its recurrent states: fed in two parts, it "
+                "gives other logits than in one"
+            )
         return cache
 
     def fill(
@@ -455,8 +461,8 @@ class PrefixStore:
                 self._bad.add(name)
                 self._counts["damaged_files"] += 1
                 self._warn(name, f"{error}. The file is left out.")
-        # Rows that others continue come first, and rows before the states at their ends.
-        for end, kind, name, description in sorted(found, key=lambda entry: entry[:3]):
+        # Rows that others continue come first, and all rows before the states at their ends.
+        for end, kind, name, description in sorted(found, key=lambda entry: (entry[1], entry[0], entry[2])):
             tokens = torch.tensor(description["tokens"], dtype=torch.int64)
             path = walk(top, tokens)
             at, node = sum(fits for _, fits in path), (path[-1][0] if path else top)
