@@ -206,7 +206,7 @@ def describe(folder: Folder, name: str) -> dict[str, Any]:
     """
     size = int.from_bytes(folder.read(name, 0, 8), "little")
     if not 2 <= size <= _MOST_HEADER:
-        raise DamagedFile(f"{name}: truncated, altered or not a safetensors file")
+        raise DamagedFile(f"{name}: truncated, altered or not a safetensors file", name)
     return _description(name, folder.read(name, 8, 8 + size))
 
 
@@ -236,19 +236,20 @@ def _description(name: str, header: bytes) -> dict[str, Any]:
         metadata = json.loads(header)["__metadata__"]
         text = metadata[_KEY]
         description = json.loads(text)
+        if description["format_version"] != FORMAT_VERSION:
+            other = f"{name}: of format version {description['format_version']!r}, this version reads {FORMAT_VERSION}"
+            raise DamagedFile(other, name, is_certain=False)
         right = metadata["sha256"] == hashlib.sha256(text.encode()).hexdigest()
         tokens = description["tokens"]
-        right = (
-            right
-            and description["format_version"] == FORMAT_VERSION
-            and name_of(description) == name.rpartition("/")[2]
-        )
+        right = right and name_of(description) == name.rpartition("/")[2]
         right = right and all(type(t) is int for t in tokens) and type(description["start"]) is int
         right = right and 0 <= description["start"] <= len(tokens)
+    except DamagedFile:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"{name}: truncated, altered or no entry of a prefix store ({error})", name) from error
     if not right:
-        raise DamagedFile(f"{name}: altered, of another version, or under a name that is not its own", name)
+        raise DamagedFile(f"{name}: altered, or under a name that is not its own", name)
     return description
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 
 from ..cache import KVCache
 from ..layer import KVLayer
@@ -76,6 +77,10 @@ def run(store: PrefixStore, model: Any, inputs: Any, kwargs: dict[str, Any]) -> 
         return sequences
     output.sequences = sequences
     return output
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def cache_name(inner: Any) -> str:
@@ -150,6 +155,8 @@ def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any])
         why = f"which rows the inputs {', '.join(sorted(content))} belong to is the model's business"
     elif drafts:
         why = "with drafts, transformers feeds the whole text again whatever the cache holds"
+    elif setting("prefill_chunk_size") and _version() < (5, 24):
+        why = "before transformers 5.24, `prefill_chunk_size` feeds the whole text again"
     elif not content and any(bool(given[key].any()) for key in _BY_TOKEN if key in given):
         why = "keys depend on token types"
     elif padded:

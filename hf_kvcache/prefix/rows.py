@@ -11,8 +11,11 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import storage
 from ..cache import KVCache
 from ..layer import KVLayer
-from ..segments import Chain, PackedStore, Rows
+from ..segments import Chain, PackedChain, PackedStore, Rows
 from .tree import Block, State, tensors_of
+
+# Sealed parts of packed rows that a state may have; beyond, they are copied into one. Attention goes over each.
+MOST_PARTS = 6
 
 
 def is_cuttable(layer: Any) -> bool:
@@ -149,6 +152,8 @@ def state_of(cache: KVCache, row: int) -> State | None:
             _pick(twin, torch.tensor([row]))
         if isinstance(twin, KVLayer):
             _seal(twin)
+            if isinstance(twin.segments, PackedChain) and len(twin.segments.sealed) > MOST_PARTS:
+                twin.segments = PackedChain.of(twin.segments.flat())
         if getattr(twin, "record_past", False):
             twin.crop(0)  # layers of transformers' own then forget what only a rollback would need
             twin.record_past = False

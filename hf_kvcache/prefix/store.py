@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import time
 import warnings
@@ -76,6 +77,7 @@ class PrefixStore:
         self._scanned: dict[Key, float] = {}
         self._blocks: weakref.WeakValueDictionary[tuple[str, str], Block] = weakref.WeakValueDictionary()
         self._bad: set[str] = set()  # files that were found damaged
+        self._described: dict[str, tuple[str, torch.Tensor, int]] = {}  # kind, tokens and start of each file
         self._warned: set[str] = set()
         self._counts = dict.fromkeys(("hits", "misses", "tokens_saved", "evictions", "damaged_files"), 0)
 
@@ -349,6 +351,8 @@ class PrefixStore:
                 if node.is_resident:
                     self._tree.admit(node)
             node.pinned = node.pinned or pin
+            if fresh:
+                node = self._tree.merge_up(node)
             self._tree.touch(node)
             for each in node.path():
                 each.users.add(cache)
@@ -414,13 +418,21 @@ class PrefixStore:
 
     def _lose(self, node: Node, error: files.DamagedFile) -> None:
         """Forget an entry whose file is not to be trusted."""
+        self._distrust(error)
+        self._tree.remove(node)
+
+    def _distrust(self, error: files.DamagedFile) -> None:
         self._counts["damaged_files"] += 1
         self._warn(str(error), f"{error}. The entry is left out and will be computed anew.")
-        if error.file is not None:
-            self._bad.add(error.file)
-            if error.is_certain and self.folder is not None:
-                self.folder.remove(error.file)
-        self._tree.remove(node)
+        if error.file is None or self.folder is None:
+            return
+        self._bad.add(error.file)
+        self._described.pop(error.file, None)
+        if error.is_certain:
+            try:
+                self.folder.remove(error.file)  # so that it is found once only
+            except Exception as again:
+                self._warn("remove", f"{self.folder.path}: a damaged file cannot be removed ({again})")
 
     def _shrink(self) -> None:
         while self._tree.nbytes > self.max_bytes:
@@ -453,26 +465,28 @@ class PrefixStore:
             if name in known or name in self._bad:
                 continue
             try:
-                description = files.describe(self.folder, name)
-                if description["key"] != key.name:
-                    raise files.DamagedFile(f"{name}: in the folder of another key")
-                found.append((len(description["tokens"]), description["kind"], name, description))
-            except (OSError, ValueError) as error:
-                self._bad.add(name)
-                self._counts["damaged_files"] += 1
-                self._warn(name, f"{error}. The file is left out.")
+                if name not in self._described:
+                    description = files.describe(self.folder, name)
+                    if description["key"] != key.name:
+                        raise files.DamagedFile(f"{name}: in the folder of another key", name)
+                    tokens = torch.tensor(description["tokens"], dtype=torch.int64)
+                    self._described[name] = (description["kind"], tokens, description["start"])
+                found.append((name, *self._described[name]))
+            except files.DamagedFile as error:
+                self._distrust(error)
+            except Exception as error:  # of the file system: another time it may work
+                self._warn(name, f"{name} cannot be read ({error})")
         # Rows that others continue come first, and all rows before the states at their ends.
-        for end, kind, name, description in sorted(found, key=lambda entry: (entry[1], entry[0], entry[2])):
-            tokens = torch.tensor(description["tokens"], dtype=torch.int64)
-            path = walk(top, tokens)
+        for name, kind, tokens, start in sorted(found, key=lambda entry: (entry[1], len(entry[2]), entry[0])):
+            path, end = walk(top, tokens), len(tokens)
             at, node = sum(fits for _, fits in path), (path[-1][0] if path else top)
             bare = kind == "state" and not rows.cuttable(cache)
-            if at < (description["start"] if not bare else 0) or (at < end and kind == "state" and not bare):
+            if at < (start if not bare else 0) or (at < end and kind == "state" and not bare):
                 continue  # what it continues is missing
             if path and path[-1][1] < node.length and (at < end or kind == "state"):
                 node = self._tree.split(node, path[-1][1])
             if at < end:
-                block = Block([] if bare else None, end - at, None if bare else name, at - description["start"])
+                block = Block([] if bare else None, end - at, None if bare else name, at - start)
                 node = Node(tokens[at:], node, block, 0)
                 self._tree.attach(node)
             if kind == "state" and node.state is None:
@@ -581,7 +595,10 @@ class PrefixStore:
         """A warning, once for each thing."""
         if about not in self._warned:
             self._warned.add(about)
-            warnings.warn(f"PrefixStore: {text}", RuntimeWarning, stacklevel=4)
+            level, frame = 1, sys._getframe()
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hf_kvcache."):
+                level, frame = level + 1, frame.f_back
+            warnings.warn(f"PrefixStore: {text}", RuntimeWarning, stacklevel=level)
 
 
 def _check_content(ids: torch.Tensor, inputs: dict[str, Any]) -> None:
