@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import random
 import threading
 
 import pytest
 import torch
+from test_hybrid import TYPES
 from test_storage import gemma3, llama
 from transformers import DynamicCache
 
 from hf_kvcache import KVCache, PrefixStore, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
-from hf_kvcache.codecs import KIVI
+from hf_kvcache.codecs import KIVI, Float8, Rotated
+from hf_kvcache.compat.shrink import build
 from hf_kvcache.prefix.tree import tensors_of
 
 GENERATOR = torch.Generator().manual_seed(23)
@@ -39,6 +42,14 @@ def storages(*roots):
 
 def held_by(store):
     return storages(*[[node.block.tables, node.state and node.state.layers] for node in store._tree.order])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of threads costs more than these models compute
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -92,6 +103,23 @@ def test_a_conversation_continues_where_it_was(model) -> None:
         ids = torch.cat([expected, QUESTIONS[n : n + 1]], dim=1)
 
 
+@pytest.mark.parametrize("codec", [None, "kivi"])
+def test_many_turns_do_not_become_many_parts(codec) -> None:
+    model = llama()
+    store = PrefixStore(ROOM, cache=None if codec is None else lambda m: KVCache(m, codec=KIVI(4, residual_length=0)))
+    ids = prompt(0)
+    for n in range(1, 13):
+        shared = store.get(model, ids)  # of a codec, a conversation that never left its cache is the one to equal
+        expected = cold(model, ids) if codec is None else model.generate(ids, past_key_values=shared, **ARGUMENTS)
+        ours = store.generate(model, ids, **ARGUMENTS)
+        assert torch.equal(ours, expected)
+        ids = torch.cat([ours, QUESTIONS[n % 8 : n % 8 + 1].roll(n, 1)], dim=1)
+    cache = store.get(model, ids)
+    assert cache.get_seq_length() == ids.shape[1] - 13
+    assert max(len(layer.segments.sealed) for layer in cache.kv_layers) <= (5 if codec is None else 7)
+    assert store.nbytes == sum(held_by(store).values())
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -116,6 +144,10 @@ def test_ways_to_generate(make, kwargs) -> None:
         if kwargs.get("return_dict_in_generate"):
             ours, expected = ours.sequences, expected.sequences
         assert torch.equal(ours, expected)
+    if "prompt_lookup_num_tokens" in kwargs or not store.stats()["hits"]:  # transformers would feed the prefix again
+        assert store.stats()["hits"] == 0
+        for _ in range(2):
+            assert torch.equal(store.generate(model, prompt(0), **ARGUMENTS), cold(model, prompt(0)))
     assert store.stats()["hits"] >= 1
 
 
@@ -278,8 +310,8 @@ def test_prefix_codec_and_beams(codec) -> None:
 
 CODECS = {
     "kivi-4": KIVI(nbits=4, residual_length=16),
-    "rotated-4": "rotated-4",
-    "float8": "float8",
+    "rotated-4": Rotated(nbits=4, residual_length=16),
+    "float8": Float8(residual_length=16),
 }
 
 
@@ -289,7 +321,7 @@ def test_codec_entries_begin_where_texts_branch(rows) -> None:
     store = PrefixStore(ROOM, cache=lambda m: QuantizedKIVICache(m, nbits=4, residual_length=16))
     for n in range(3):
         ids = torch.cat([prompt(n + row) for row in range(rows)])
-        assert store.generate(model, ids, **ARGUMENTS).shape == (rows, 90)
+        assert store.generate(model, ids, min_new_tokens=8, **ARGUMENTS).shape == (rows, 90)
     assert store.stats()["hits"] == (1 if rows == 1 else 2)
     assert store.stats()["tokens_saved"] == 70 * rows * store.stats()["hits"]
 
@@ -453,3 +485,128 @@ def test_eight_threads_get_put_and_evict() -> None:
     store.max_bytes = 1
     store.get(model, SYSTEM)
     assert store.nbytes == 0 and not store._tree._held
+
+
+# ---------------------------------------------------------------------- other layers, images
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def hybrid(request):
+    return build(request.param)
+
+
+@pytest.mark.parametrize("kwargs", [dict(), dict(num_beams=2)], ids=["greedy", "beams"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_recurrent_states_are_found_at_ends_of_entries(hybrid, rows, kwargs, tmp_path) -> None:
+    store = PrefixStore(ROOM, path=tmp_path)
+    if hybrid.config.model_type == "jamba":
+        with pytest.raises(NotImplementedError, match="in two parts"):
+            store.get(hybrid, SYSTEM)
+        return
+    for turn in range(3):
+        ids = torch.cat([prompt(turn + row) for row in range(rows)])
+        assert torch.equal(store.generate(hybrid, ids, **ARGUMENTS, **kwargs), cold(hybrid, ids, **kwargs))
+    assert store.stats()["hits"] >= 1 and store.stats()["tokens_saved"] >= 70 * rows
+    assert store.nbytes == sum(held_by(store).values())
+    again = PrefixStore(ROOM, path=tmp_path)
+    ids = torch.cat([prompt(5 + row) for row in range(rows)])
+    assert torch.equal(again.generate(hybrid, ids, **ARGUMENTS, **kwargs), cold(hybrid, ids, **kwargs))
+    assert again.stats()["tokens_saved"] >= 70 * rows
+
+
+def llava():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = dict(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3
+    )
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=32, **sizes),
+        text_config=LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes),
+        image_token_index=63,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def test_equal_placeholders_of_different_images_never_match() -> None:
+    model = llava()
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+    ids = [prompt(n).clamp(max=62) for n in range(3)]
+    for each in ids:
+        each[:, 20:24] = 63  # four patches
+    store = PrefixStore(ROOM)
+    saved = []
+    for image, n in ((0, 0), (0, 1), (1, 0), (1, 2), (0, 2)):
+        pixels = images[image : image + 1]
+        expected = cold(model, ids[n], pixel_values=pixels)
+        before = store.stats()["tokens_saved"]
+        ours = store.generate(model, {"input_ids": ids[n], "pixel_values": pixels}, **ARGUMENTS)
+        assert torch.equal(ours, expected)
+        saved.append(store.stats()["tokens_saved"] - before)
+    assert saved == [0, 70, 0, 70, 70]
+    # A prefix that ends among the placeholders is cut before the first of them.
+    other = ids[0].clone()
+    other[:, 22] = 5
+    other[:, 30] = 63
+    pixels = images[:1]
+    before = store.stats()["tokens_saved"]
+    ours = store.generate(model, {"input_ids": other, "pixel_values": pixels}, **ARGUMENTS)
+    assert torch.equal(ours, cold(model, other, pixel_values=pixels))
+    assert store.stats()["tokens_saved"] - before == 20
+    with pytest.raises(ValueError, match="pixel_values"):
+        store.get(model, torch.cat(ids), pixel_values=images)
+    with pytest.warns(RuntimeWarning, match="pixel_values"):
+        both = dict(input_ids=torch.cat(ids[:2]), pixel_values=images)
+        assert torch.equal(store.generate(model, both, **ARGUMENTS), cold(model, both.pop("input_ids"), **both))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_change_with_length_are_not_mixed(kind) -> None:
+    """Beyond the length they were made for, such models turn all keys of a text differently."""
+    scaling = dict(rope_type=kind, rope_theta=10000.0, factor=4.0)
+    if kind == "longrope":
+        scaling |= dict(short_factor=[1.0] * 4, long_factor=[3.0] * 4, original_max_position_embeddings=80)
+    model = llama(rope_parameters=scaling, max_position_embeddings=320 if kind == "longrope" else 80)
+    store = PrefixStore(ROOM)
+    for ids in (SYSTEM, prompt(0), SYSTEM, prompt(1)):
+        new = dict(max_new_tokens=5)
+        assert torch.equal(store.generate(model, ids, **(ARGUMENTS | new)), cold(model, ids, **new))
+    assert store.stats()["tokens_saved"] == 69
+
+
+def test_models_whose_prefix_depends_on_what_follows_are_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    small = dict(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
+    with pytest.raises(NotImplementedError, match="encoder"):
+        PrefixStore(ROOM).get(T5ForConditionalGeneration(T5Config(**small)), prompt(0))
+
+
+def test_inference_mode(model) -> None:
+    store = PrefixStore(ROOM)
+    expected = cold(model, prompt(1))
+    with torch.inference_mode():
+        store.generate(model, prompt(0), **ARGUMENTS)
+    assert torch.equal(store.generate(model, prompt(1), **ARGUMENTS), expected)
+    cache = store.get(model, prompt(2))
+    logits = model(prompt(2)[:, 70:], past_key_values=cache).logits
+    logits.sum().backward()
+    assert store.stats()["tokens_saved"] == 140
+
+
+@pytest.mark.parametrize("name", ["prefix_questions", "prefix_training"])
+def test_examples(name, capsys) -> None:
+    if name == "prefix_training":
+        pytest.importorskip("peft")
+    module = importlib.import_module(name)
+    if name == "prefix_questions":
+        store = module.main(["--tiny", "--context-tokens", "200", "--max-new-tokens", "3"])
+        assert "another answer" not in capsys.readouterr().out
+        assert store.stats()["misses"] == 0 and store.stats()["tokens_saved"] >= 4 * 200 + 4 * 200
+    else:
+        exact, approximate = module.main(["--tiny", "--steps", "2", "--template-tokens", "64"])
+        assert exact["exact"] and not approximate["exact"]
+        assert exact["largest gap of losses"] < 1e-4

@@ -29,7 +29,15 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci",
 
 
 class DamagedFile(ValueError):
-    """A file is not what its name says, or not the one that is wanted."""
+    """A file is not what its name says, or not the one that is wanted.
+
+    `is_certain`: it was read, and is of no use to anybody.
+    """
+
+    def __init__(self, text: str, file: str | None = None, is_certain: bool = True) -> None:
+        super().__init__(text)
+        self.file = file
+        self.is_certain = is_certain
 
 
 def name_of(description: dict[str, Any]) -> str:
@@ -198,7 +206,7 @@ def describe(folder: Folder, name: str) -> dict[str, Any]:
     """
     size = int.from_bytes(folder.read(name, 0, 8), "little")
     if not 2 <= size <= _MOST_HEADER:
-        raise DamagedFile(f"{name}: truncated, altered or not a safetensors file")
+        raise DamagedFile(f"{name}: truncated, altered or not a safetensors file", name)
     return _description(name, folder.read(name, 8, 8 + size))
 
 
@@ -206,20 +214,20 @@ def unpack(folder: Folder, name: str) -> tuple[dict[str, Any], dict[str, torch.T
     """Description and tensors of an entry, everything verified. Raises `DamagedFile`."""
     try:
         data = folder.read(name)
-    except (OSError, ValueError) as error:
-        raise DamagedFile(f"{name}: cannot be read ({error})") from error
+    except Exception as error:  # each file system has its own
+        raise DamagedFile(f"{name}: cannot be read ({error})", name, is_certain=False) from error
     size = int.from_bytes(data[:8], "little")
     description = _description(name, data[8 : 8 + size])
     try:
         tensors = load_bytes(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise DamagedFile(f"{name}: truncated or altered ({error})") from error
+        raise DamagedFile(f"{name}: truncated or altered ({error})", name) from error
     sums = description["sha256"]
     if not isinstance(sums, dict) or set(sums) != set(tensors):
-        raise DamagedFile(f"{name}: holds other tensors than it lists")
+        raise DamagedFile(f"{name}: holds other tensors than it lists", name)
     for key, tensor in tensors.items():
         if _sha256(tensor) != sums[key]:
-            raise DamagedFile(f"{name}: tensor {key} does not match its checksum")
+            raise DamagedFile(f"{name}: tensor {key} does not match its checksum", name)
     return description, tensors
 
 
@@ -228,19 +236,20 @@ def _description(name: str, header: bytes) -> dict[str, Any]:
         metadata = json.loads(header)["__metadata__"]
         text = metadata[_KEY]
         description = json.loads(text)
+        if description["format_version"] != FORMAT_VERSION:
+            other = f"{name}: of format version {description['format_version']!r}, this version reads {FORMAT_VERSION}"
+            raise DamagedFile(other, name, is_certain=False)
         right = metadata["sha256"] == hashlib.sha256(text.encode()).hexdigest()
         tokens = description["tokens"]
-        right = (
-            right
-            and description["format_version"] == FORMAT_VERSION
-            and name_of(description) == name.rpartition("/")[2]
-        )
+        right = right and name_of(description) == name.rpartition("/")[2]
         right = right and all(type(t) is int for t in tokens) and type(description["start"]) is int
         right = right and 0 <= description["start"] <= len(tokens)
+    except DamagedFile:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFile(f"{name}: truncated, altered or no entry of a prefix store ({error})") from error
+        raise DamagedFile(f"{name}: truncated, altered or no entry of a prefix store ({error})", name) from error
     if not right:
-        raise DamagedFile(f"{name}: altered, of another version, or under a name that is not its own")
+        raise DamagedFile(f"{name}: altered, or under a name that is not its own", name)
     return description
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 
 from ..cache import KVCache
 from ..layer import KVLayer
@@ -34,6 +36,7 @@ class Request(NamedTuple):
     content: dict[str, Any]  # inputs beside the ids, such as images
     given: dict[str, Any]  # every input as it was given
     repeats: int  # beams, or sequences to return
+    drafts: bool  # assisted or prompt-lookup decoding
     why_not: str | None  # why rows cannot share a prefix, or None
 
 
@@ -45,7 +48,10 @@ def run(store: PrefixStore, model: Any, inputs: Any, kwargs: dict[str, Any]) -> 
     name = cache_name(inner)
     if request.why_not is not None:
         store._warn(f"unshared {request.why_not}", f"{request.why_not}; this call shares no prefix")
-        return model.generate(**request.given, **kwargs, **{name: cache})
+        output = model.generate(**request.given, **kwargs, **{name: cache})
+        if request.drafts and not request.padded:
+            _keep(store, inner, cache, request, output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
     batch, width = request.ids.shape
     prefix = request.real[0][: _most(inner, request)]
     found = store.fill(model, cache, prefix, 1, request.content, times=batch * request.repeats)
@@ -73,20 +79,40 @@ def run(store: PrefixStore, model: Any, inputs: Any, kwargs: dict[str, Any]) -> 
     return output
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
 def cache_name(inner: Any) -> str:
     """What the model calls the cache: transformers 5.24 renamed the argument."""
     return "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
 
 
 @torch.no_grad()
-def read(model: Any, cache: KVCache, ids: torch.Tensor) -> None:
-    """Feed `ids` `[1, T]` to the model for what the cache then holds."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+def read(inner: Any, cache: KVCache, ids: torch.Tensor) -> None:
+    """Feed `ids` `[1, T]` to a transformers model for what the cache then holds."""
     known = inspect.signature(inner.forward).parameters
     more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     size = getattr(getattr(inner, "generation_config", None), "prefill_chunk_size", None) or ids.shape[1]
     for piece in ids.to(inner.device).split(size, dim=1):
         inner(input_ids=piece, use_cache=True, **{cache_name(inner): cache}, **more)
+
+
+_continues: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def continues(inner: Any) -> bool:
+    """Whether a text in two parts gives what it gives in one. Some models drop their recurrent states in between."""
+    if inner not in _continues:
+        vocabulary = inner.config.get_text_config(decoder=True).vocab_size
+        ids = (torch.arange(16, device=inner.device)[None] * 7919 + 11) % vocabulary
+        cache = KVCache(inner)
+        whole = inner(input_ids=ids, use_cache=False).logits[:, -1].float()
+        read(inner, cache, ids[:, :9])
+        parts = inner(input_ids=ids[:, 9:], use_cache=True, **{cache_name(inner): cache}).logits[:, -1].float()
+        _continues[inner] = float((whole - parts).abs().max()) <= 0.05 * float(whole.std())
+    return _continues[inner]
 
 
 def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any]) -> tuple[Request, dict[str, Any]]:
@@ -121,17 +147,23 @@ def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any])
     padded = not bool(real.all())
     content = {key: value for key, value in given.items() if key not in _TEXT}
     why = None
+    drafts = kwargs.get("assistant_model") is not None
+    drafts = drafts or any(setting(key) for key in ("prompt_lookup_num_tokens", "assistant_early_exit"))
     if setting("use_cache") is False:
         why = "`use_cache` is False"
     elif content and len(ids) > 1:
         why = f"which rows the inputs {', '.join(sorted(content))} belong to is the model's business"
+    elif drafts:
+        why = "with drafts, transformers feeds the whole text again whatever the cache holds"
+    elif setting("prefill_chunk_size") and _version() < (5, 24):
+        why = "before transformers 5.24, `prefill_chunk_size` feeds the whole text again"
     elif not content and any(bool(given[key].any()) for key in _BY_TOKEN if key in given):
         why = "keys depend on token types"
     elif padded:
         why = _why_not_padded(inner, cache, real, given, content, kwargs, setting)
     rows_ = [row[keep] for row, keep in zip(ids.to("cpu", torch.int64), real, strict=True)]
     repeats = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
-    return Request(ids.to("cpu", torch.int64), rows_, padded, content, given, repeats, why), kwargs
+    return Request(ids.to("cpu", torch.int64), rows_, padded, content, given, repeats, drafts, why), kwargs
 
 
 def _inferred_mask(ids: torch.Tensor, pad: Any, eos: Any) -> torch.Tensor:
@@ -185,16 +217,18 @@ def _read_common(
     """
     if request.content:
         return found
-    several = len(request.real) > 1
+    targets = []
     if rows.others(cache):
-        target = len(prefix) if several else store.matched(model, cache, prefix, request.content)
-    else:
-        target = len(prefix) if several or request.repeats > 1 else 0
-    if target - found < LEAST:
-        return found
-    read(model, cache, prefix[None, found:target])
-    store.put_row(inner, key_of(inner, cache, {}), prefix[:target], cache, 0)
-    return target
+        targets.append(store.matched(model, cache, prefix, request.content))
+    # A codec packs what one call has read before the next one: the whole prompt is left to `generate`.
+    if len(request.real) > 1 or (request.repeats > 1 and cache.codec is None):
+        targets.append(len(prefix))
+    for target in targets:
+        if target - found >= LEAST:
+            read(inner, cache, prefix[None, found:target])
+            store.put_row(inner, key_of(inner, cache, {}), prefix[:target], cache, 0)
+            found = target
+    return found
 
 
 def _moved(request: Request, found: int) -> dict[str, torch.Tensor]:
@@ -215,6 +249,8 @@ def _keep(store: PrefixStore, inner: Any, cache: KVCache, request: Request, sequ
     """Keep what was computed: of plain sequences with what was generated, of beams the prompt."""
     batch, width = request.ids.shape
     sequences = sequences.to("cpu", torch.int64)
+    if rows.seen(cache) >= sequences.shape[1]:
+        return  # more was fed than these ids
     whole = not rows.others(cache)
     expected = request.ids.repeat_interleave(len(sequences) // batch, dim=0)
     if not torch.equal(sequences[:, :width], expected) or (not whole and batch * request.repeats > 1):

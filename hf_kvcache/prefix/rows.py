@@ -11,9 +11,12 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import storage
 from ..cache import KVCache
 from ..layer import KVLayer
-from ..segments import Chain, OffloadedPackedStore, PackedStore, PagedSegment, Rows
+from ..segments import Chain, OffloadedPackedStore, PackedChain, PackedStore, PagedSegment, Rows
 from ..sharing import FollowerLayer
 from .tree import Block, State, tensors_of
+
+# Sealed parts of packed rows that a state may have; beyond, they are copied into one. Attention goes over each.
+MOST_PARTS = 6
 
 
 def is_cuttable(layer: Any) -> bool:
@@ -160,6 +163,8 @@ def state_of(cache: KVCache, row: int) -> State | None:
             _pick(twin, torch.tensor([row]))
         if isinstance(twin, KVLayer):
             _seal(twin)
+            if isinstance(twin.segments, PackedChain) and len(twin.segments.sealed) > MOST_PARTS:
+                twin.segments = PackedChain.of(twin.segments.flat())
         if getattr(twin, "record_past", False):
             twin.crop(0)  # layers of transformers' own then forget what only a rollback would need
             twin.record_past = False

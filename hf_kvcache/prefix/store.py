@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import time
 import warnings
@@ -76,6 +77,7 @@ class PrefixStore:
         self._scanned: dict[Key, float] = {}
         self._blocks: weakref.WeakValueDictionary[tuple[str, str], Block] = weakref.WeakValueDictionary()
         self._bad: set[str] = set()  # files that were found damaged
+        self._described: dict[str, tuple[str, torch.Tensor, int]] = {}  # kind, tokens and start of each file
         self._warned: set[str] = set()
         self._counts = dict.fromkeys(("hits", "misses", "tokens_saved", "evictions", "damaged_files"), 0)
 
@@ -157,7 +159,8 @@ class PrefixStore:
         if ids.shape[1] < held and rows.others(cache):
             raise ValueError(
                 f"the cache holds {held} tokens and `input_ids` has {ids.shape[1]}, but its layers "
-                f"({rows.kinds(cache)}) are kept only as they are at the end. Put the prefix before more tokens are fed, or pass all ids."
+                f"({rows.kinds(cache)}) are kept only as they are at the end. Put the prefix before "
+                "more tokens are fed, or pass all ids."
             )
         inner = self.check_model(model)
         if cache.fingerprint != storage.fingerprint(inner):
@@ -187,7 +190,7 @@ class PrefixStore:
         cache = self.new_cache(model)
         found = self.fill(model, cache, ids[0], 1, {}, times=0)
         if found < ids.shape[1]:
-            generating.read(model, cache, ids[:, found:])
+            generating.read(self.check_model(model), cache, ids[:, found:])
         return self.put(model, ids, cache, pin=pin)
 
     def pin(self, model: Any, input_ids: torch.Tensor, pinned: bool = True) -> bool:
@@ -244,9 +247,15 @@ class PrefixStore:
         if isinstance(self._make, KVCache):
             if self._make.fingerprint != storage.fingerprint(inner):
                 raise ValueError("the store's `cache` was made for another model: pass a function of the model instead")
-            return copy.deepcopy(self._make)
-        cache = KVCache(inner) if self._make is None else self._make(inner)
-        rows.check(cache)
+            cache = copy.deepcopy(self._make)
+        else:
+            cache = KVCache(inner) if self._make is None else self._make(inner)
+            rows.check(cache)
+        if any(hasattr(layer, "conv_states") for layer in cache.layers) and not generating.continues(inner):
+            raise NotImplementedError(
+                f"{type(inner).__name__} does not continue a text from its recurrent states: fed in two parts, it "
+                "gives other logits than in one"
+            )
         return cache
 
     def fill(
@@ -274,16 +283,18 @@ class PrefixStore:
             node, length = self._find(key, cache, ids, most)
             if length < len(ids) and self._is_stale(key):
                 self._scan(key, cache)
+            while True:
                 node, length = self._find(key, cache, ids, most)
-            if inputs:
-                first, last = placeholders(inner.config, ids)
-                if first < length < last:  # a prefix has all of the images, or none
-                    node, length = self._find(key, cache, ids, first)
-            parts: list[tuple[list[Any], int]] = []
-            state = None
-            if node is not None:
+                if inputs:
+                    first, last = placeholders(inner.config, ids)
+                    if first < length < last:  # a prefix has all of the images, or none
+                        node, length = self._find(key, cache, ids, first)
+                damaged = self._counts["damaged_files"]
                 parts, state = self._resident(node, length, cache, inner, key)
-                length = sum(count for _, count in parts)
+                if damaged == self._counts["damaged_files"]:
+                    break
+                self._scan(key, cache)  # other files may hold the same rows
+            length = sum(count for _, count in parts)
             if times:
                 self._counts["hits" if length else "misses"] += 1
                 self._counts["tokens_saved"] += length * times
@@ -340,6 +351,8 @@ class PrefixStore:
                 if node.is_resident:
                     self._tree.admit(node)
             node.pinned = node.pinned or pin
+            if fresh:
+                node = self._tree.merge_up(node)
             self._tree.touch(node)
             for each in node.path():
                 each.users.add(cache)
@@ -374,13 +387,13 @@ class PrefixStore:
         return found, length
 
     def _resident(
-        self, node: Node, length: int, cache: KVCache, model: Any, key: Key
+        self, node: Node | None, length: int, cache: KVCache, model: Any, key: Key
     ) -> tuple[list[tuple[list[Any], int]], State | None]:
-        """The rows of the first `length` tokens up to a node, read from files where needed; less if they are damaged."""
+        """The rows of the `length` tokens up to a node, read from files where needed; none if those are damaged."""
         spans: list[tuple[Block, int, int]] = []
         state = None
         at = 0
-        for each in node.path():
+        for each in node.path() if node is not None else []:
             last = each is node
             count = min(each.length, length - at)
             try:
@@ -391,11 +404,9 @@ class PrefixStore:
                     if each.state.layers is None:
                         self._load_state(each, cache, model)
                     state = each.state
-            except (files.DamagedFile, NotImplementedError) as error:
+            except files.DamagedFile as error:
                 self._lose(each, error)
-                if rows.others(cache):
-                    return [], None  # what is left ends at no state
-                break
+                return [], None
             if each.is_resident and each not in self._tree.order:
                 self._tree.admit(each)
             if spans and spans[-1][0] is each.block and spans[-1][2] == each.start:
@@ -405,14 +416,23 @@ class PrefixStore:
             at += count
         return [(block.cut(start, stop), stop - start) for block, start, stop in spans], state
 
-    def _lose(self, node: Node, error: Exception) -> None:
+    def _lose(self, node: Node, error: files.DamagedFile) -> None:
         """Forget an entry whose file is not to be trusted."""
-        self._counts["damaged_files"] += 1
-        for name in (node.block.file, node.state.file if node.state is not None else None):
-            if name is not None:
-                self._bad.add(name)
-        self._warn(str(error), f"{error}. The entry is left out and will be computed anew.")
+        self._distrust(error)
         self._tree.remove(node)
+
+    def _distrust(self, error: files.DamagedFile) -> None:
+        self._counts["damaged_files"] += 1
+        self._warn(str(error), f"{error}. The entry is left out and will be computed anew.")
+        if error.file is None or self.folder is None:
+            return
+        self._bad.add(error.file)
+        self._described.pop(error.file, None)
+        if error.is_certain:
+            try:
+                self.folder.remove(error.file)  # so that it is found once only
+            except Exception as again:
+                self._warn("remove", f"{self.folder.path}: a damaged file cannot be removed ({again})")
 
     def _shrink(self) -> None:
         while self._tree.nbytes > self.max_bytes:
@@ -445,26 +465,28 @@ class PrefixStore:
             if name in known or name in self._bad:
                 continue
             try:
-                description = files.describe(self.folder, name)
-                if description["key"] != key.name:
-                    raise files.DamagedFile(f"{name}: in the folder of another key")
-                found.append((len(description["tokens"]), description["kind"], name, description))
-            except (OSError, ValueError) as error:
-                self._bad.add(name)
-                self._counts["damaged_files"] += 1
-                self._warn(name, f"{error}. The file is left out.")
-        # Rows that others continue come first, and rows before the states at their ends.
-        for end, kind, name, description in sorted(found, key=lambda entry: entry[:3]):
-            tokens = torch.tensor(description["tokens"], dtype=torch.int64)
-            path = walk(top, tokens)
+                if name not in self._described:
+                    description = files.describe(self.folder, name)
+                    if description["key"] != key.name:
+                        raise files.DamagedFile(f"{name}: in the folder of another key", name)
+                    tokens = torch.tensor(description["tokens"], dtype=torch.int64)
+                    self._described[name] = (description["kind"], tokens, description["start"])
+                found.append((name, *self._described[name]))
+            except files.DamagedFile as error:
+                self._distrust(error)
+            except Exception as error:  # of the file system: another time it may work
+                self._warn(name, f"{name} cannot be read ({error})")
+        # Rows that others continue come first, and all rows before the states at their ends.
+        for name, kind, tokens, start in sorted(found, key=lambda entry: (entry[1], len(entry[2]), entry[0])):
+            path, end = walk(top, tokens), len(tokens)
             at, node = sum(fits for _, fits in path), (path[-1][0] if path else top)
             bare = kind == "state" and not rows.cuttable(cache)
-            if at < (description["start"] if not bare else 0) or (at < end and kind == "state" and not bare):
+            if at < (start if not bare else 0) or (at < end and kind == "state" and not bare):
                 continue  # what it continues is missing
             if path and path[-1][1] < node.length and (at < end or kind == "state"):
                 node = self._tree.split(node, path[-1][1])
             if at < end:
-                block = Block([] if bare else None, end - at, None if bare else name, at - description["start"])
+                block = Block([] if bare else None, end - at, None if bare else name, at - start)
                 node = Node(tokens[at:], node, block, 0)
                 self._tree.attach(node)
             if kind == "state" and node.state is None:
@@ -487,7 +509,7 @@ class PrefixStore:
                     raise ValueError("rows of other tokens")
                 tables = rows.rows_from_file(tensors, start, end - start, wanted)
             except ValueError as error:
-                raise files.DamagedFile(f"{name}: {error}") from error
+                raise files.DamagedFile(f"{name}: {error}", name) from error
             block = Block(tables, end - start, name)
             self._blocks[name, key.place] = block
             self.folder.touch(name)
@@ -505,7 +527,7 @@ class PrefixStore:
                 raise ValueError("a state of other tokens")
             loaded = rows.state_from_file(description.get("layers"), tensors, self.new_cache(model), len(path), devices)
         except ValueError as error:
-            raise files.DamagedFile(f"{name}: {error}") from error
+            raise files.DamagedFile(f"{name}: {error}", name) from error
         node.state.layers = loaded.layers
         self._tree.dismiss(node)
         self.folder.touch(name)
@@ -573,7 +595,10 @@ class PrefixStore:
         """A warning, once for each thing."""
         if about not in self._warned:
             self._warned.add(about)
-            warnings.warn(f"PrefixStore: {text}", RuntimeWarning, stacklevel=4)
+            level, frame = 1, sys._getframe()
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hf_kvcache."):
+                level, frame = level + 1, frame.f_back
+            warnings.warn(f"PrefixStore: {text}", RuntimeWarning, stacklevel=level)
 
 
 def _check_content(ids: torch.Tensor, inputs: dict[str, Any]) -> None:

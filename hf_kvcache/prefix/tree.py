@@ -160,6 +160,36 @@ class Tree:
                 del self._held[pointer]
         node.counted = {}
 
+    def merge_up(self, node: Node) -> Node:
+        """Join a run with the one before it, by copying, while that one is not much longer and nothing else needs it.
+
+        Attention goes over each run by itself, so a conversation of many turns should not be many runs. Each row is
+        copied about as often as its text doubles.
+        """
+        while True:
+            above = node.parent
+            if above is None or above.parent is None or len(above.children) > 1 or above.length > 2 * node.length:
+                return node
+            if above.pinned or above.state is not None or not (node.block.tables and above.block.tables):
+                return node
+            cuts = [each.block.cut(each.start, each.start + each.length) for each in (above, node)]
+            tables = [
+                Rows(**{name: torch.cat([t, below.tensors()[name]], dim=2) for name, t in rows.tensors().items()})
+                for rows, below in zip(*cuts, strict=True)
+            ]
+            whole = Node(torch.cat([above.tokens, node.tokens]), above.parent, Block(tables, tables[0].length), 0)
+            whole.children, whole.state, whole.pinned = node.children, node.state, node.pinned
+            for child in whole.children.values():
+                child.parent = whole
+            whole.users = weakref.WeakSet([*above.users, *node.users])
+            blocks = {above.block, node.block}
+            self.dismiss(above)
+            self.dismiss(node)
+            self.attach(whole)
+            for block in blocks:
+                self._compact(block)
+            node = whole
+
     def touch(self, node: Node) -> None:
         """Note a use of a node, and so of those that lead to it (which are then used later than it)."""
         for each in reversed(node.path()):
