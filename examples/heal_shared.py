@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--model", help="a Hub id or folder; the demo model if not given")
     parser.add_argument("--layers", type=int, default=9, help="layers that shall follow others, found by their effect")
     parser.add_argument("--sharing", type=int, help="share adjacent groups of so many layers instead")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=96, help="of a training window, one a step")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=64, help="of a training window, one a step")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--save", help="a folder for the adapters")
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     held_out = windows(tokenizer, TEXTS["topics"](), 4, EVALUATION_TOKENS)
     training = windows(tokenizer, TEXTS["docstrings"](), min(args.steps, 400), args.tokens)
     if args.sharing is None:
-        found = find_sharing(model, training[:: max(1, len(training) // 4)][:4], args.layers, sources=1, tries=2)
+        found = find_sharing(model, training[:: max(1, len(training) // 2)][:2], args.layers, sources=1, tries=2)
         sharing = found.map
     else:
         sharing = CrossLayerSharedCache(model, args.sharing).sharing or {}

@@ -9,6 +9,8 @@ before.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import math
 import os
@@ -183,8 +185,6 @@ class _Search:
         return log_probs, hidden
 
     def _forward(self, ids: torch.Tensor, sharing: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        import inspect
-
         from ..cache import KVCache
 
         model = self.model
@@ -301,14 +301,13 @@ def _windows(texts: Any, tokenizer: Any, tokens: int) -> list[torch.Tensor]:
 @contextmanager
 def _bar(wanted: bool) -> Iterator[Callable[[int], None]]:
     """Counts passes on stderr, once two seconds are over, where rich is installed."""
-    try:
-        if not wanted:
-            raise ImportError
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ImportError:
+    found = wanted and importlib.util.find_spec("rich") is not None
+    if not found:
         yield lambda passes: None
         return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn("finding layers that can share: pass {task.completed}"), TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task, began = bar.add_task("", total=None), time.monotonic()

@@ -12,6 +12,7 @@ a model whose followers skip their projections (`patches/cross_layer.py`); all i
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from typing import Any
@@ -99,15 +100,11 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def timed(model: Any, cache: Any, ids: torch.Tensor, sharing: Any) -> float:
-    """Milliseconds of one pass over `ids`, with the projections of followers left out where `sharing` says."""
-    undo = None if sharing is None else apply(model, sharing)
+def timed(model: Any, cache: Any, ids: torch.Tensor) -> float:
+    """Milliseconds of one pass over `ids`."""
     began = time.perf_counter()
     forward(model, ids, cache)
-    took = 1000 * (time.perf_counter() - began)
-    if undo is not None:
-        undo()
-    return took
+    return 1000 * (time.perf_counter() - began)
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,30 +127,33 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, 900, (1, args.prompt), generator=generator)
 
-        def make(model: Any = model) -> dict[str, tuple[Any, Any]]:
+        patched = copy.deepcopy(model)
+        apply(patched, 2)
+
+        def make(model: Any = model, patched: Any = patched) -> dict[str, tuple[Any, Any]]:
             return {
-                "DynamicCache": (DynamicCache(config=model.config), None),
-                "KVCache": (KVCache(model), None),
-                "sharing=2": (CrossLayerSharedCache(model), None),
-                "sharing=2, patched": (CrossLayerSharedCache(model), 2),
+                "DynamicCache": (model, DynamicCache(config=model.config)),
+                "KVCache": (model, KVCache(model)),
+                "sharing=2": (model, CrossLayerSharedCache(model)),
+                "sharing=2, patched": (patched, CrossLayerSharedCache(patched)),
             }
 
         times: dict[str, dict[str, list[float]]] = {name: {"prompt": [], "step": []} for name in make()}
         for _ in track(range(args.rounds), "prompts"):
             caches = make()
-            for name, (cache, sharing) in caches.items():
-                times[name]["prompt"].append(timed(model, cache, ids, sharing))
+            for name, (used, cache) in caches.items():
+                times[name]["prompt"].append(timed(used, cache, ids))
         for _ in track(range(args.steps), "steps"):
-            for name, (cache, sharing) in caches.items():
-                times[name]["step"].append(timed(model, cache, ids[:, :1], sharing))
+            for name, (used, cache) in caches.items():
+                times[name]["step"].append(timed(used, cache, ids[:, :1]))
         rows = []
-        for name, (cache, _) in caches.items():
+        for name, (_, cache) in caches.items():
             row: dict[str, Any] = {"cache": name}
             for part, kind in (("prompt", "ms a prompt"), ("step", "ms a token")):
                 row[kind] = statistics.median(times[name][part])
                 ratios = [a / b for a, b in zip(times[name][part], times["sharing=2"][part], strict=True)]
                 row[f"{part} / sharing=2"] = statistics.median(ratios)
-            row["bytes"] = full_nbytes(cache) / full_nbytes(caches["KVCache"][0])
+            row["bytes"] = full_nbytes(cache) / full_nbytes(caches["KVCache"][1])
             rows.append(row)
         print(f"{label}, {args.dtype}, a prompt of {args.prompt} tokens, {torch.get_num_threads()} thread(s)")
         print(table(rows))

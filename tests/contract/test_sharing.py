@@ -657,9 +657,12 @@ def test_a_follower_without_its_source():
     with pytest.raises(ValueError, match="layer 1 shares.*layer 0.*reset"):
         cache.update(keys, keys, 1)
     cache.update(keys, keys, 0)
+    assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (3, 0), "as the model asks in the middle of a pass"
+    assert cache.get_mask_sizes(3, 1) == (3, 0)
     with pytest.raises(ValueError, match="layer 1 shares.*reset"):
         cache.update(keys[:, :, :2], keys[:, :, :2], 1)
     cache.update(keys, keys, 1)
+    assert cache.get_seq_length(1) == 3
     with pytest.raises(ValueError, match="layer 1 shares.*reset"):
         cache.update(keys, keys, 1)
     cache.reset()
