@@ -128,8 +128,8 @@ class Arena:
     def write(self, slots: np.ndarray, rows: dict[str, torch.Tensor]) -> None:
         """Write rows `[B, H|1, n, ...]` at `slots` `[B, n]` (block id * block size + offset)."""
         batch, n = slots.shape
-        run = slots[:, -1] - slots[:, 0] == n - 1  # each row of the batch at neighbouring slots
-        run = bool(run.all()) and (batch <= 4 or batch * 8 <= n)
+        # Many rows at neighbouring slots are copied as one.
+        run = n >= 8 * batch and bool((slots[:, -1] - slots[:, 0] == n - 1).all())
         index = None if run else self._index(slots.ravel())
         with torch.no_grad():
             for name, new in rows.items():

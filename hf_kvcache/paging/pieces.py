@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 # Measured, see docs/paging.md.
-LEAST_SHARED = 4  # leading blocks of a group from which on they are read once for all of it
-LEAST_RUN = 16  # blocks from which on a run is read where it lies; shorter ones are brought together
+LEAST_SHARED = 8  # leading blocks of a group from which on they are read once for all of it
+LEAST_RUN = 16  # blocks from which on a run is read where it lies (twice that for runs of several sequences, which are
+# multiplied one after the other); shorter ones are brought together
 MOST_RUNS = 4
 GATHERED = 64  # blocks that are brought together at a time: larger pieces fall out of the processor's caches
 
@@ -82,10 +83,10 @@ def _runs(table: np.ndarray) -> list[tuple[int, int, int | None]]:
 def _split(table: np.ndarray, offset: int, fold: int) -> list[Piece]:
     """Long runs as pieces of their own; what lies between them is brought together."""
     runs = _runs(table)
-    long = [run for run in runs if run[2] is not None and run[1] - run[0] >= LEAST_RUN]
+    alone = len(table) == 1
+    least = 1 if alone and len(runs) == 1 else LEAST_RUN if alone else 2 * LEAST_RUN
+    long = [run for run in runs if run[2] is not None and run[1] - run[0] >= least]
     long = sorted(sorted(long, key=lambda run: run[0] - run[1])[:MOST_RUNS])
-    if len(runs) == 1 and runs[0][2] is not None:
-        long = runs
     found, at, columns = [], 0, max(1, GATHERED // max(1, len(table)))
     for start, stop, step in [*long, (table.shape[1], table.shape[1], None)]:
         for first in range(at, start, columns):
