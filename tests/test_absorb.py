@@ -351,7 +351,7 @@ class Linear4bit(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        self.step = float(linear.weight.abs().max()) / 100
+        self.step = float(linear.weight.detach().abs().max()) / 100
         self.weight = nn.Parameter((linear.weight / self.step).round().to(torch.int8), requires_grad=False)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, None
         self.repacked = False
@@ -402,10 +402,11 @@ def test_bitsandbytes():
 def test_indexers_are_refused_by_name(kind):
     if not is_there(kind):
         pytest.skip("not in this version of transformers")
-    model = model_of(kind)
+    model = model_of(kind, None)
+    before = model.config._attn_implementation
     with pytest.raises(NotImplementedError, match=f"{type(model).__name__} chooses the tokens.*indexer"):
         enable_absorb(model)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == before
 
 
 def test_what_is_no_latent_attention_is_refused():
@@ -499,7 +500,7 @@ CODECS = {
     "kivi-2": KIVI(2, residual_length=0),
     "float8": Float8(residual_length=3),
 }
-CODED_BLOCKS = [90, 1, 1, 40, 1, 5, *[1] * 40]
+CODED_BLOCKS = [90, 1, 1, 40, 1, 5, *[1] * 33]
 
 
 def long_text(rows):
@@ -510,8 +511,7 @@ def long_text(rows):
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("attention_", ["sdpa", "eager"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows,attention_", [(1, "sdpa"), (3, "sdpa"), (3, "eager")])
 @pytest.mark.parametrize("name", CODECS)
 def test_packed_latents_are_attended_as_they_decode(name, rows, attention_, monkeypatch):
     """One layer, so that the codes of both forms are the same: then only the way of attending differs."""
@@ -570,11 +570,11 @@ def test_packed_latents_are_saved_and_loaded(tmp_path):
     model = enable_absorb(wide())
     inputs = long_text(2)
     cache = KVCache(model, codec="latent-4")
-    feed(model, cache, inputs, [170])
+    feed(model, cache, inputs, [160])
     cache.save(str(tmp_path / "cache.safetensors"))
     again = load(str(tmp_path / "cache.safetensors"), model)
     assert isinstance(again.codec, Latent) and again.codec.describe() == cache.codec.describe()
-    ids, mask = inputs["input_ids"][:, 170:171], inputs["attention_mask"][:, :171]
+    ids, mask = inputs["input_ids"][:, 160:161], inputs["attention_mask"][:, :161]
     with torch.no_grad():
         step = dict(attention_mask=mask, position_ids=(mask.cumsum(-1) - 1)[:, -1:])
         name = shrink.cache_argument(model)
