@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Mistral4Config, Mistral4ForCausalLM
 
-from hf_kvcache import HeavyHitterCache, KVCache, QuantizedKIVICache, SnapKVCache, attach, disable_absorb, enable_absorb
+from hf_kvcache import (
+    HeavyHitterCache,
+    KVCache,
+    QuantizedKIVICache,
+    SlidingWindowCache,
+    SnapKVCache,
+    attach,
+    disable_absorb,
+    enable_absorb,
+)
 from hf_kvcache.codecs import KIVI, Float8, Latent, Rotated
 from hf_kvcache.compat import shrink
 from hf_kvcache.mla import absorb, attention
@@ -213,6 +223,19 @@ def test_a_copy_of_the_model_is_a_model_of_its_own():
     wanted = feed(stock, stock_cache(stock), inputs, BLOCKS)
     assert difference(feed(twin, KVCache(twin), inputs, BLOCKS), wanted) < 1e-5
     assert difference(feed(model, KVCache(model), inputs, BLOCKS), wanted) > 1e-2
+
+
+def test_a_pickled_model_expands_and_can_be_enabled_again():
+    model = enable_absorb(model_of())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    inputs = text(model)
+    wanted = feed(model, KVCache(model), inputs, BLOCKS)
+    assert difference(feed(again, KVCache(again), inputs, BLOCKS), wanted) < 1e-5
+    enable_absorb(disable_absorb(again))
+    assert difference(feed(again, KVCache(again), inputs, BLOCKS), wanted) < 1e-5
 
 
 def test_a_cache_lives_through_both_forms():
@@ -458,11 +481,12 @@ def test_an_adapter_of_another_kind_is_refused_when_it_comes_later():
 # ---------------------------------------------------------------------- policies
 
 
-@pytest.mark.parametrize("kind", [SnapKVCache, HeavyHitterCache])
+@pytest.mark.parametrize("kind", [SnapKVCache, HeavyHitterCache, SlidingWindowCache])
 def test_policies_choose_alike_in_both_forms(kind, side):
     """Scores come from the same attention, so the same tokens stay."""
     arguments = {SnapKVCache: dict(max_capacity_prompt=10, window_size=4, kernel_size=3, decode_budget=2),
-                 HeavyHitterCache: dict(heavy_size=4, recent_size=4)}[kind]  # fmt: skip
+                 HeavyHitterCache: dict(heavy_size=4, recent_size=4),
+                 SlidingWindowCache: dict(window_length=6, num_sink_tokens=2)}[kind]  # fmt: skip
     plain, model = model_of(), enable_absorb(model_of())
     inputs = text(model)
     caches = [kind(this, **arguments) for this in (plain, model)]
@@ -471,6 +495,22 @@ def test_policies_choose_alike_in_both_forms(kind, side):
     ]
     for layer in range(len(caches[0].layers)):
         assert torch.equal(caches[0].kept_positions(layer), caches[1].kept_positions(layer))
+    assert difference(logits[1], logits[0]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [SnapKVCache, HeavyHitterCache, SlidingWindowCache])
+def test_policies_over_packed_latents(kind):
+    arguments = {SnapKVCache: dict(max_capacity_prompt=60, window_size=4, decode_budget=4),
+                 HeavyHitterCache: dict(heavy_size=30, recent_size=30),
+                 SlidingWindowCache: dict(window_length=60, num_sink_tokens=2)}[kind]  # fmt: skip
+    plain, model = wide(), enable_absorb(wide())
+    inputs = long_text(2)
+    codec = Latent(4, residual_length=5, num_sink_tokens=2)
+    caches = [kind(this, **arguments, codec=codec) for this in (plain, model)]
+    blocks = [120, *[1] * 12]
+    logits = [feed(this, cache, inputs, blocks) for this, cache in zip((plain, model), caches, strict=True)]
+    assert all(cache.kv_layers[0].segments.has_packed for cache in caches)
+    assert torch.equal(caches[0].kept_positions(0), caches[1].kept_positions(0))
     assert difference(logits[1], logits[0]) < 1e-5
 
 

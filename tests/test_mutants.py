@@ -121,6 +121,33 @@ CODEC_MUTANTS = {
         "test_packed_rows_are and rotated3-llama-sdpa-1",
     ),
 }
+# On a model with absorbed attention.
+ABSORB_MUTANTS = {
+    "the rotary part is left out": (
+        "ops/latent_attention/cpu.py",
+        "products = products + _scaled(_product(rq, page.rope.transpose(1, 2)).float(), page.rope_scale)",
+        "products = products + 0",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "values come from the half of the keys": (
+        "mla/weights.py",
+        "self.weight[:, self.key_size :].transpose(1, 2))",
+        "self.weight[:, : -self.key_size].transpose(1, 2))",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "moved sinks are not attended to": (
+        "mla/attention.py",
+        "    if moved is not None:\n        which, sinks = moved\n        first",
+        "    if False:\n        which, sinks = moved\n        first",
+        "test_policies_choose_alike and SlidingWindow",
+    ),
+    "scores of latents alone": (
+        "policies/base.py",
+        "return torch.cat([self.rows.keys, self.rows.values], dim=-1)",
+        "return torch.cat([self.rows.keys, self.rows.values * 0], dim=-1)",
+        "test_policies_choose_alike and SnapKV and always",
+    ),
+}
 
 
 CATCHING = "tests/test_directed.py"
@@ -149,7 +176,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py"):
+    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -160,15 +187,16 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *ABSORB_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS | ABSORB_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else CATCHING)
+        catching = "tests/test_absorb.py" if name in ABSORB_MUTANTS else CATCHING
+        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else catching)
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"
