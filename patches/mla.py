@@ -22,7 +22,7 @@ from torch import nn
 from hf_kvcache.attention import ABSORBED as HANDLER
 
 
-def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     handler = vars(self).get(HANDLER)
     if handler is not None and handler.hands_on(self, kv_nope, k_rot):
         return kv_nope, k_rot
@@ -32,8 +32,8 @@ def _expand_kv(self: Any, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[t
 def apply(module: nn.Module, handler: Any) -> None:
     """Let `handler.hands_on(module, latent, rope)` decide whether the latents go on as they are."""
     setattr(module, HANDLER, handler)
-    # A bound method, not a closure: it follows its module through `copy.deepcopy`.
-    module.expand_kv = MethodType(_expand_kv, module)
+    # A bound method, not a closure: it follows its module through `copy.deepcopy`. A pickled one expands again.
+    module.expand_kv = MethodType(expand_kv, module)  # type: ignore[assignment]
 
 
 def undo(module: nn.Module) -> None:

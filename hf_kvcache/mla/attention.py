@@ -18,6 +18,7 @@ from ..attention import (
 )
 from ..layer import KVLayer
 from ..ops.attention import Extras
+from ..ops.decode_attention import PackedRows
 from ..ops.latent_attention import Part, latent_attention
 from ..policies.base import Step
 from ..segments import PackedStore, Ragged
@@ -182,9 +183,9 @@ def _parts(layer: KVLayer, store: Any) -> list[Part]:
     moved = layer.front()
     if moved is not None:
         which, sinks = moved
-        assert which == "values", "it is the rotary part that moves"
-        (latent, rope), n = parts[0], sinks.shape[2]
-        parts[:1] = [(latent[:, :, :n], sinks), (latent[:, :, n:], rope[:, :, n:])]
+        first, n = parts[0], sinks.shape[2]
+        assert which == "values" and not isinstance(first, PackedRows), "the rotary part of exact rows is what moves"
+        parts[:1] = [(first[0][:, :, :n], sinks), (first[0][:, :, n:], first[1][:, :, n:])]
     return parts
 
 
@@ -200,7 +201,7 @@ def _in_pieces(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries `start:stop`, so many at a time that no temporary grows beyond a bound: `[B, H, Q, R]` and weights."""
     stop = q_latent.shape[2] if stop is None else stop
-    rows = sum(part[0].shape[2] if isinstance(part[0], torch.Tensor) else part.length for part in parts)  # type: ignore[union-attr]
+    rows = sum(part.length if isinstance(part, PackedRows) else part[0].shape[2] for part in parts)
     piece = max(1, PIECE_ELEMENTS // (q_latent.shape[0] * q_latent.shape[1] * max(1, rows)))
     blocks = []
     for a in range(start, stop, piece):

@@ -92,9 +92,9 @@ def latent_attention(
         sinks = extras.sinks.float().view(1, h, 1, 1).expand(b, -1, q, -1).reshape(b, h * q, 1)
         peak = torch.maximum(peak, sinks)
     shares = [torch.exp(top - peak) for top in tops]
-    total = sum(share * mine for share, mine in zip(shares, totals, strict=True))
-    output = sum(share * mine for share, mine in zip(shares, outputs, strict=True))
-    assert isinstance(total, torch.Tensor) and isinstance(output, torch.Tensor)
+    total, output = shares[0] * totals[0], shares[0] * outputs[0]
+    for share, mine, sums in zip(shares[1:], totals[1:], outputs[1:], strict=True):
+        total, output = total + share * mine, output + share * sums
     if sinks is not None:
         total = total + torch.exp(sinks - peak)
     output = (output / total).to(dtype).view(b, h, q, r)

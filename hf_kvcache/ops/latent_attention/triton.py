@@ -75,6 +75,7 @@ def _finished(
 
 _CHANGING = ["rows", "q_len", "length", "first_column", "first_split", "splits", "all_splits"]
 _CHANGING += ["mask_b", "mask_q", "bias_b", "bias_h", "bias_q"]
+_CHANGING_PACKED = [*_CHANGING, "zero"]
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -140,23 +141,30 @@ def _store(out, lse, acc, total, lift, top, b, m, r, rows_in, rows, split, all_s
 
 
 @triton.jit
-def _latent_numbers(at, r, i, HALF: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr):
+def _queries(q_latent, b_row, r, rows_in, q_scale, R: tl.constexpr):
+    """Channels `r` of the queries, scaled, as float16 `[queries, channels]`."""
+    inside = rows_in[:, None] & (r < R)[None, :]
+    return (tl.load(q_latent + b_row[:, None] * R + r[None, :], mask=inside, other=0.0) * q_scale).to(tl.float16)
+
+
+@triton.jit
+def _latent_numbers(at, r, i, half, R: tl.constexpr, BITS: tl.constexpr):
     """Channels `r` of the latents of 32 tokens as `[channels, tokens]`: levels around zero, without their scale."""
     inside = (r < R)[:, None] & (i < 32)[None, :]
-    code = (tl.load(at + r[:, None] * 32 + i[None, :], mask=inside, other=0) >> (4 * HALF)) & 15
+    code = (tl.load(at + r[:, None] * 32 + i[None, :], mask=inside, other=0) >> (4 * half)) & 15
     if BITS == 8:
-        high = (tl.load(at + (R + r)[:, None] * 32 + i[None, :], mask=inside, other=0) >> (4 * HALF)) & 15
+        high = (tl.load(at + (R + r)[:, None] * 32 + i[None, :], mask=inside, other=0) >> (4 * half)) & 15
         code = code | (high << 4)
     return code.to(tl.float16) - (2**BITS - 1) / 2
 
 
 @triton.jit
-def _rope_products(q_rope, at, i, w, b_row, rows_in, HALF: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
+def _rope_products(q_rope, at, i, w, b_row, rows_in, half, P: tl.constexpr, V: tl.constexpr,
                    BITS: tl.constexpr, block_stride, scale, BLOCK_M: tl.constexpr):  # fmt: skip
     """Products of rotary queries with the rotary parts of 32 tokens, without their scale: `[queries, tokens]`."""
     s = tl.zeros([BLOCK_M, 32], tl.float32)
     for block in tl.static_range(P // (2 * V)):
-        row = at + block * block_stride + (32 * HALF + i)[:, None] * V + w[None, :]
+        row = at + block * block_stride + (32 * half + i)[:, None] * V + w[None, :]
         low = tl.load(row)
         if BITS == 8:
             high = tl.load(row + 64 * V)
@@ -171,13 +179,13 @@ def _rope_products(q_rope, at, i, w, b_row, rows_in, HALF: tl.constexpr, P: tl.c
     return s
 
 
-@triton.jit(do_not_specialize=_CHANGING)
+@triton.jit(do_not_specialize=_CHANGING_PACKED)
 def packed_kernel(
     q_latent, q_rope, constant, q_scale, softcap,
     codes, codes_b, codes_t, scale, scale_b,
     rope, rope_b, rope_block, rope_t, rope_scale, rope_scale_b,
     mask, mask_b, mask_q, mask_n, bias, bias_b, bias_h, bias_q, bias_n,
-    out, lse, rows, q_len, length, first_column, first_split, splits, all_splits,
+    out, lse, rows, q_len, length, first_column, first_split, splits, all_splits, zero,
     R: tl.constexpr, RC: tl.constexpr, P: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, ROPE_BITS: tl.constexpr,
     BLOCK_M: tl.constexpr, CONSTANT: tl.constexpr,
     SOFTCAP: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
@@ -194,9 +202,7 @@ def packed_kernel(
     CHUNKS: tl.constexpr = (R + RC - 1) // RC
     q, acc = (), ()
     for n in tl.static_range(CHUNKS):
-        inside = rows_in[:, None] & (n * RC + r < R)[None, :]
-        x = tl.load(q_latent + b_row[:, None] * R + n * RC + r[None, :], mask=inside, other=0.0)
-        q = q + ((x * q_scale).to(tl.float16),)
+        q = q + (_queries(q_latent, b_row, n * RC + r, rows_in, q_scale, R),)
         acc = acc + (tl.zeros([BLOCK_M, RC], tl.float32),)
     extra = tl.zeros([BLOCK_M], tl.float32)
     if CONSTANT:
@@ -207,37 +213,43 @@ def packed_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     tiles = (length + 63) // 64
     per_split = (tiles + splits - 1) // splits
-    for tile in tl.range(split * per_split, tl.minimum(split * per_split + per_split, tiles), num_stages=STAGES):
+    stop = tl.minimum(split * per_split + per_split, tiles)
+    for step in tl.range(2 * split * per_split, 2 * stop, num_stages=STAGES):
+        tile, half = step // 2, step % 2
         at = codes + b * codes_b + tile * codes_t
         rope_at = rope + b * rope_b + tile * rope_t
-        for half in tl.static_range(2):
-            token = tile * 64 + 32 * half + i
-            live = token < length
-            one = tl.load(scale + b * scale_b + token, mask=live, other=0.0).to(tl.float32)
-            two = tl.load(rope_scale + b * rope_scale_b + token, mask=live, other=0.0).to(tl.float32)
-            s = tl.zeros([BLOCK_M, 32], tl.float32)
-            for n in tl.static_range(CHUNKS):
-                s = tl.dot(q[n], _latent_numbers(at, n * RC + r, i, half, R, BITS), s)
-            s *= one[None, :]
-            s += two[None, :] * _rope_products(
-                q_rope, rope_at, i, w, b_row, rows_in, half, P, V, ROPE_BITS, rope_block, q_scale, BLOCK_M
-            )
-            s = _finished(
-                s + extra[:, None], first_column + token, live, rows_in, query, bias_row, softcap, mask, mask_n, bias,
-                bias_n, SOFTCAP, MASK, BIAS,
-            )  # fmt: skip
-            new_top = tl.maximum(top, tl.max(s, 1))
-            fade = tl.exp2(top - new_top)
-            # The first half of a tile always holds a token; a second half may hold none, and changes nothing then.
-            top = new_top
-            weight = tl.exp2(s - top[:, None])
-            total = total * fade + tl.sum(weight, 1)
-            weight = (weight * one[None, :] * LIFT).to(tl.float16)
-            grown = ()
-            for n in tl.static_range(CHUNKS):
-                numbers = _latent_numbers(at, n * RC + r, i, half, R, BITS)
-                grown = grown + (tl.dot(weight, tl.trans(numbers), acc[n] * fade[:, None]),)
-            acc = grown
+        token = step * 32 + i
+        live = token < length
+        one = tl.load(scale + b * scale_b + token, mask=live, other=0.0).to(tl.float32)
+        two = tl.load(rope_scale + b * rope_scale_b + token, mask=live, other=0.0).to(tl.float32)
+        s = tl.zeros([BLOCK_M, 32], tl.float32)
+        for n in tl.static_range(CHUNKS):
+            x = q[n]
+            if BITS == 8:
+                # Two planes of codes leave no registers for the queries: they are read again. The compiler, which
+                # would rather keep them, does not know that `zero` is one.
+                x = _queries(q_latent + tile * zero, b_row, n * RC + r, rows_in, q_scale, R)
+            s = tl.dot(x, _latent_numbers(at, n * RC + r, i, half, R, BITS), s)
+        s *= one[None, :]
+        s += two[None, :] * _rope_products(
+            q_rope, rope_at, i, w, b_row, rows_in, half, P, V, ROPE_BITS, rope_block, q_scale, BLOCK_M
+        )
+        s = _finished(
+            s + extra[:, None], first_column + token, live, rows_in, query, bias_row, softcap, mask, mask_n, bias,
+            bias_n, SOFTCAP, MASK, BIAS,
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(s, 1))
+        fade = tl.exp2(top - new_top)
+        # The first half of a tile always holds a token; a second half may hold none, and changes nothing then.
+        top = new_top
+        weight = tl.exp2(s - top[:, None])
+        total = total * fade + tl.sum(weight, 1)
+        weight = (weight * one[None, :] * LIFT).to(tl.float16)
+        grown = ()
+        for n in tl.static_range(CHUNKS):
+            numbers = _latent_numbers(at, n * RC + r, i, half, R, BITS)
+            grown = grown + (tl.dot(weight, tl.trans(numbers), acc[n] * fade[:, None]),)
+        acc = grown
     for n in tl.static_range(CHUNKS):
         _store(out, lse, acc[n], total, LIFT, top, b, m, n * RC + r, rows_in, rows, first_split + split, all_splits, R)
 
@@ -432,9 +444,10 @@ def _packed_arguments(part: PackedRows, ql: torch.Tensor, qr: torch.Tensor) -> d
         codes=part.keys.codes, codes_b=cs[0], codes_t=cs[2], scale=scale, scale_b=scale.stride(0),
         rope=part.values.codes, rope_b=vs[0], rope_block=vs[2], rope_t=vs[3],
         rope_scale=rope_scale, rope_scale_b=rope_scale.stride(0),
-        RC=min(128, max(16, triton.next_power_of_2(ql.shape[-1]))), V=value_half(qr.shape[-1], 32),
+        RC=min(512 // part.key_format.bits, max(16, triton.next_power_of_2(ql.shape[-1]))),
+        V=value_half(qr.shape[-1], 32),
         BITS=part.key_format.bits, ROPE_BITS=part.value_format.bits,
-        CONSTANT=part.key_mean is not None,
+        CONSTANT=part.key_mean is not None, zero=0,
     )  # fmt: skip
 
 
