@@ -455,7 +455,7 @@ def _over_top_pages(
     plain = masks[1] is None and extras.softcap is None and extras.sinks is None and not extras.dropout
     if plain and not want:
         return Block(_packed_sdpa(query, keys, values, masks[0], extras.scaling), None, None)
-    block = attend(query, keys, values, extras, *masks, need_probs=want)
+    block = attend(query, keys, values, extras, masks[0], masks[1], need_probs=want)
     if block.probs is None:
         return block
     group = query.shape[1] // rows.shape[1]

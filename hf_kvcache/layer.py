@@ -377,7 +377,7 @@ class KVLayer(CacheLayerMixin):
             )
         rows = self.current()
         # What leaves this library must not lie in a buffer that another layer takes over.
-        tensor = self.segments.owned(which) if isinstance(rows, OffloadedRows) else getattr(rows, which)
+        tensor = rows.owned(which) if isinstance(rows, OffloadedRows) else getattr(rows, which)
         if self._reads_in_order:
             tensor = self._in_order(tensor, rows.positions)
         front = self.front() if self._packed else None

@@ -15,8 +15,8 @@ class CPUOffloadedCache(KVCache):
     """Keep the newest tokens on the compute device and older ones in host memory or on disk. Lossless, except with
     `top_pages`. FlexGen, arXiv 2303.06865; Quest, arXiv 2406.10774.
 
-    Device bytes per token and layer: `2 * Hkv * D * bytes(dtype) + 4` for the newest `resident_length` tokens, 4 beyond,
-    and two layers' worth of staging where pages are fetched. With a codec, pages move packed.
+    Device bytes per token and layer: `2 * Hkv * D * bytes(dtype) + 4` for the newest `resident_length` tokens, 4
+    beyond, and two layers' worth of staging where pages are fetched. With a codec, pages move packed.
 
     Args:
         model_or_config: the model (it is attached), or its config.

@@ -16,6 +16,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -152,7 +153,7 @@ class DiskTier:
         self.failed = False
 
     def file_for(self, file: PageFile | None) -> PageFile:
-        """The file to append to: `file`, or a new one where it is full or belongs to the process we were forked from."""
+        """The file to append to: `file`, or a new one where it is full or belongs to the process that forked us."""
         if file is not None and file.size < FILE_BYTES and file.pid == os.getpid():
             return file
         if self.folder.pid != os.getpid():
@@ -161,6 +162,11 @@ class DiskTier:
 
     def __deepcopy__(self, memo: dict[int, object]) -> DiskTier:
         return self
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The same memory, for functions that take buffers."""
+    return tensor.numpy()
 
 
 class Records:
@@ -180,7 +186,7 @@ class Records:
     def write(file: PageFile, records: torch.Tensor) -> Records:
         """Append records (uint8 `[pages, size]`). Raises `OSError`."""
         pages, size = records.shape
-        data = memoryview(records.numpy()).cast("B")
+        data = memoryview(_array(records)).cast("B")
         sums = tuple(zlib.crc32(data[i * size : (i + 1) * size]) for i in range(pages))
         return Records(file, file.append(data), sums, size)
 
@@ -202,7 +208,7 @@ class Records:
         for first in range(start, stop, step):
             last = min(first + step, stop)
             piece = torch.empty(last - first, self.size, dtype=torch.uint8, pin_memory=pin)
-            data = memoryview(piece.numpy()).cast("B")
+            data = memoryview(_array(piece)).cast("B")
             self.file.read(data, self.offset + first * self.size)
             for page in range(first, last):
                 at = (page - first) * self.size

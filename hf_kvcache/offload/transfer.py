@@ -1,4 +1,4 @@
-"""What moves between tiers: the staging buffers of a device, prefetching, traffic, and which way to attend is faster."""
+"""What moves between tiers: the staging buffers of a device, prefetching, traffic, and the faster way to attend."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Slot:
         self.ready: torch.cuda.Event | None = None
 
     def holds(self, store: Any) -> bool:
-        return self.owner is not None and self.owner() is store and self.away == store.away_version
+        owner = None if self.owner is None else self.owner()
+        return owner is not None and owner is store and self.away == owner.away_version
 
     def reserve(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self.buffer is None or self.buffer.numel() < nbytes or self.buffer.device != device:

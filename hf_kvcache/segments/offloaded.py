@@ -44,10 +44,13 @@ class OffloadedRows(Rows):
     def length(self) -> int:
         return self.positions.shape[-1]
 
+    def owned(self, which: str) -> torch.Tensor:
+        """Keys or values as a tensor of their own."""
+        return self._store.owned(which)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Tensors of their own."""
-        store = self._store
-        return {"keys": store.owned("keys"), "values": store.owned("values"), "positions": self.positions}
+        return {"keys": self.owned("keys"), "values": self.owned("values"), "positions": self.positions}
 
     def none(self) -> Rows:
         return self._store.tail.rows.none()
@@ -56,8 +59,8 @@ class OffloadedRows(Rows):
 class OffloadedStore:
     """Full-precision rows, in whole pages beyond the newest ones. Lossless.
 
-    The interface is that of `Chain`. Bytes on the device: the tail as in `DenseSegment`, 4 for the position of each row,
-    and with `top_pages` the least and greatest of each key channel of each page. Bytes elsewhere: keys and values.
+    The interface is that of `Chain`. Bytes on the device: the tail as in `DenseSegment`, 4 for the position of each
+    row, and with `top_pages` the least and greatest of each key channel of each page. Bytes elsewhere: keys and values.
     """
 
     def __init__(self, offloader: Offloader) -> None:
@@ -217,7 +220,7 @@ class OffloadedStore:
         return torch.cat([*(pair[index].to(tail.device) for pair in self.pieces()), tail], dim=2)
 
     def pieces(self) -> Iterator[Pair]:
-        """The rows that have left the device, in order, as tensors on the CPU; one piece at a time is read from disk."""
+        """The rows that have left the device, in order, on the CPU; those on disk are read a piece at a time."""
         for run in self.runs:
             self._count([run], None)
             yield from run.pieces()
@@ -234,7 +237,7 @@ class OffloadedStore:
     # ------------------------------------------------------------------ top pages
 
     def _able(self, rows: int) -> int:
-        """Pages that a query at the end of `rows` rows chooses from: those that have left when tokens come one by one."""
+        """Pages that a query at the end of `rows` rows chooses from: those that leave when tokens come one by one."""
         return self.offloader.config.pages_of(rows - 1)
 
     def selects(self, new: int) -> bool:

@@ -318,8 +318,8 @@ class OffloadedPackedStore(PackedStore):
         if self.offloader.nbytes:
             self.offloader.release()  # a long step's
         alone, first, slots = extras._replace(sinks=None), self.front_length, self.slots
-        near = (_without(mask, first, first + slots) for mask in (visible, bias))
-        exact = decode_attention(query, front, None, tail, alone, *near, need_lse=True)
+        sees, adds = (_without(mask, first, first + slots) for mask in (visible, bias))
+        exact = decode_attention(query, front, None, tail, alone, sees, adds, need_lse=True)
         far = (None if mask is None else mask[..., first : first + slots] for mask in (visible, bias))
         asked, seen, added = on_cpu(query, *far)
         assert asked is not None
@@ -327,8 +327,8 @@ class OffloadedPackedStore(PackedStore):
         blocks, start = [exact], 0
         for packed in self._pieces():
             stop = start + packed.length
-            masks = (None if mask is None else mask[..., start:stop] for mask in (seen, added))
-            block = decode_attention(asked, None, packed, (none[0], none[1]), alone, *masks, need_lse=True)
+            sees, adds = (None if mask is None else mask[..., start:stop] for mask in (seen, added))
+            block = decode_attention(asked, None, packed, (none[0], none[1]), alone, sees, adds, need_lse=True)
             assert block.lse is not None
             blocks.append(Block(block.output.to(query.device), block.lse.to(query.device), None))
             start = stop
