@@ -319,8 +319,8 @@ class KVLayer(CacheLayerMixin):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
         if not isinstance(self.segments, Chain | PackedStore) or isinstance(self.segments, OffloadedPackedStore):
             raise ValueError(
-                f"{self.technique}: rows of a pool or in host memory are not made read-only; copies of a cache with a pool "
-                "share them as they are"
+                f"{self.technique}: rows of a pool or in host memory are not made read-only; copies of a cache with a "
+                "pool share them as they are"
             )
         self.segments = self.segments.seal()
 

@@ -61,13 +61,13 @@ def check(cache: Any) -> None:
     for layer in cache.kv_layers:
         if isinstance(layer.segments, PagedSegment):
             raise NotImplementedError(
-                f"{name}: rows of a pool are shared by copies of the cache (`copy.deepcopy`), not by a PrefixStore. Leave "
-                "`pool` out, or copy a cache that holds the prefix."
+                f"{name}: rows of a pool are shared by copies of the cache (`copy.deepcopy`), not by a PrefixStore. "
+                "Leave `pool` out, or copy a cache that holds the prefix."
             )
         if not isinstance(layer.segments, Chain | PackedStore) or isinstance(layer.segments, OffloadedPackedStore):
             raise NotImplementedError(
-                f"{name}: pages in host memory belong to one cache, and a PrefixStore shares rows where they are. Leave "
-                "`offload` out."
+                f"{name}: pages in host memory belong to one cache, and a PrefixStore shares rows where they are. "
+                "Leave `offload` out."
             )
 
 
