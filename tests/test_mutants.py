@@ -121,7 +121,59 @@ CODEC_MUTANTS = {
         "test_packed_rows_are and rotated3-llama-sdpa-1",
     ),
 }
-
+SHARING_MUTANTS = {
+    "a source drops before its followers have read": (
+        "layer.py",
+        "        return self.pending.readers >= 0\n",
+        "        return False\n",
+        "test_what_is_dropped and h2o-pairs-sdpa",
+    ),
+    "only the source decides what is dropped": (
+        "layer.py",
+        "step = join(pending.step, step) if self.policy.needs_queries else pending.step",
+        "step = pending.step",
+        "test_what_is_dropped and h2o-pairs-sdpa",
+    ),
+    "a follower reads the keys that the model computed for it": (
+        "sharing/follower.py",
+        "        return source.handles(pending)\n",
+        "        return key_states, value_states\n",
+        "test_logits_of_a_model and llama-sdpa-3",
+    ),
+    "a follower counts tokens it has not been given": (
+        "sharing/follower.py",
+        "        return self.source.get_seq_length() if pending is None else pending.start\n",
+        "        return self.source.get_seq_length()\n",
+        "test_a_follower_without_its_source",
+    ),
+}
+# On a model with absorbed attention.
+ABSORB_MUTANTS = {
+    "the rotary part is left out": (
+        "ops/latent_attention/cpu.py",
+        "products = products + _scaled(_product(rq, page.rope.transpose(1, 2)).float(), page.rope_scale)",
+        "products = products + 0",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "values come from the half of the keys": (
+        "mla/weights.py",
+        "self.weight[:, self.key_size :].transpose(1, 2))",
+        "self.weight[:, : -self.key_size].transpose(1, 2))",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "moved sinks are not attended to": (
+        "mla/attention.py",
+        "    if moved is not None:\n        which, sinks = moved\n        first",
+        "    if False:\n        which, sinks = moved\n        first",
+        "test_policies_choose_alike and SlidingWindow",
+    ),
+    "scores of latents alone": (
+        "policies/base.py",
+        "return torch.cat([self.rows.keys, self.rows.values], dim=-1)",
+        "return torch.cat([self.rows.keys, self.rows.values * 0], dim=-1)",
+        "test_policies_choose_alike and SnapKV and always",
+    ),
+}
 PAGED_MUTANTS = {
     "a shared block is written in place": (
         "paging/arena.py",
@@ -164,6 +216,13 @@ PAGED_MUTANTS = {
 
 
 CATCHING = "tests/test_directed.py"
+# Which tests know of a mutant's subject, where those above do not.
+CATCHING_OF = {
+    **dict.fromkeys(CODEC_MUTANTS, "tests/contract/test_codecs.py"),
+    **dict.fromkeys(SHARING_MUTANTS, "tests/contract/test_sharing.py"),
+    **dict.fromkeys(ABSORB_MUTANTS, "tests/test_absorb.py"),
+    **dict.fromkeys(PAGED_MUTANTS, "tests/test_paging.py"),
+}
 
 
 def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.CompletedProcess[str]:
@@ -187,8 +246,9 @@ def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.Compl
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_paging.py", "test_state_machine.py"):
+    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py", "test_paging.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -199,16 +259,15 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *PAGED_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS, *PAGED_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS | PAGED_MUTANTS)[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS | PAGED_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        others = {"tests/contract/test_codecs.py": CODEC_MUTANTS, "tests/test_paging.py": PAGED_MUTANTS}
-        result = run_tests(tree, test, next((f for f, mutants in others.items() if name in mutants), CATCHING))
+        result = run_tests(tree, test, CATCHING_OF.get(name, CATCHING))
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

@@ -11,7 +11,7 @@ from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCach
 
 from .common import CACHES, EVICTING, KEEPING, MODELS, batch, feed, model_of, roomy, stock_of, tight
 
-HEADS = {"deepseek_v3": 1}  # one latent for all heads
+HEADS = {"deepseek_v3": 1, "deepseek_v3/absorb": 1}  # one latent for all heads
 
 
 @pytest.mark.parametrize("case", MODELS)
