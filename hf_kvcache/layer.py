@@ -14,19 +14,23 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step, select
-from .segments import Chain, PackedStore, Ragged, Rows
+from .segments import Chain, OffloadedPackedStore, OffloadedStore, PackedStore, PagedSegment, Ragged, Rows
 from .segments.dense import EMPTY
+from .segments.offloaded import OffloadedRows
 from .segments.packed import LazyRows
 from .view import KVView
 
 if TYPE_CHECKING:
     from .codecs.base import LayerCodec
+    from .offload import Offloader
+    from .paging import BlockPool
 
 # The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
 # it attends (MLA) hands plain tensors on, and the attention function finds the layer here.
@@ -34,6 +38,15 @@ expected = threading.local()
 
 # Queries kept back while a draft is being verified: the longest draft that can be rolled back.
 MAX_ROLLBACK = 256
+
+
+def _new_indices(start: int, new: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Sequence indices of new tokens, int32 `[batch, 1, new]`."""
+    return torch.arange(start, start + new, dtype=torch.int32, device=device).expand(batch, 1, new)
+
+
+# All layers of a step are given the same ones. A training step keeps its tensors, so those are its own.
+_indices = lru_cache(maxsize=2)(_new_indices)
 
 
 @dataclass
@@ -58,6 +71,8 @@ class KVLayer(CacheLayerMixin):
         sliding_window: the layer's own window (tokens, as `config.sliding_window`), or None.
         chunk_size: the layer's attention chunk (tokens), or None.
         codec: makes the codec of this layer from the sizes of its keys and values; None: full precision.
+        pool: where rows are drawn from, a block at a time; None: buffers of the layer's own.
+        offloader: what it shares with the other layers whose older rows leave the device; None: all rows stay.
         attached: whether the model's attention goes through this library, so that a handle may be returned.
     """
 
@@ -75,6 +90,8 @@ class KVLayer(CacheLayerMixin):
         technique: str = "KVCache",
         expanded: bool = False,
         codec: Callable[[int, int], LayerCodec] | None = None,
+        pool: BlockPool | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.policy = policy
         self.layer_idx = layer_idx
@@ -89,9 +106,13 @@ class KVLayer(CacheLayerMixin):
         self.shared = False  # later model layers attend over these rows too
         self.followers = 0  # layers of the cache that read these rows, each once in every step (see `FollowerLayer`)
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
-        self.segments: Chain | Ragged | PackedStore
+        self.segments: Chain | Ragged | PackedStore | PagedSegment | OffloadedStore
         if codec is not None:
-            self.segments = PackedStore(codec)
+            self.segments = PackedStore(codec) if offloader is None else OffloadedPackedStore(codec, offloader)
+        elif pool is not None:
+            self.segments = PagedSegment(pool, layer_idx)
+        elif offloader is not None:
+            self.segments = OffloadedStore(offloader)
         else:
             self.segments = Ragged() if policy.ragged else Chain()
         self.is_initialized = False
@@ -112,6 +133,7 @@ class KVLayer(CacheLayerMixin):
         self._has_empty = False  # some row may be padding or an empty slot
         self._padding: torch.Tensor | None = None  # [B] padding tokens at the start of each batch row
         self._batch = -1
+        self._fitting: tuple[int, int, int] | None = None  # sizes that were found to fit the rows held
         self.is_initialized = False
 
     # ------------------------------------------------------------------ state that transformers asks for
@@ -206,15 +228,16 @@ class KVLayer(CacheLayerMixin):
                 self.record_past = False
                 step = replace(step, prompt=step.new > 1)
             self._apply(step)
+        if isinstance(self.segments, OffloadedStore):
+            self.segments.leave(trained=not torch.is_grad_enabled())
         self._compress()  # what a rollback could have reached until now
         self._check(key_states, value_states)
         new = key_states.shape[2]
         if not self.is_initialized:
-            self._batch = key_states.shape[0]
-            self.is_initialized = True
+            self._begin(key_states.shape[0])
         held = self.segments.length
-        index = torch.arange(self._seen, self._seen + new, dtype=torch.int32, device=key_states.device)
-        positions = index.expand(self._batch, 1, new)
+        indices = _new_indices if torch.is_grad_enabled() else _indices
+        positions = indices(self._seen, new, self._batch, key_states.device)
         scores = None
         if self.policy.uses_scores:
             scores = torch.zeros(key_states.shape[:3], dtype=torch.float32, device=key_states.device)
@@ -237,17 +260,29 @@ class KVLayer(CacheLayerMixin):
         total = self._seen if self.full_width or self._reads_in_order else pending.held + rows.length
         return KVView(self, "keys", rows.keys, total), KVView(self, "values", rows.values, total)
 
+    def _begin(self, batch: int) -> None:
+        """Take the batch size from the first tokens. Rows of a shared prefix are for as many batch rows as come."""
+        if batch > 1 and not self.segments.is_empty:
+            self.segments.batch_map(lambda t: t.repeat_interleave(batch, dim=0))
+        self._batch = batch
+        self.is_initialized = True
+
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not self.is_initialized or self.segments.is_empty:
+        if self.segments.is_empty:
             return
-        if keys.shape[0] != self._batch:
+        batch, heads, _, dim = keys.shape
+        if self.is_initialized and batch != self._batch:
             raise ValueError(
-                f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
+                f"the cache holds a batch of {self._batch} but was given {batch}: call `cache.reset()` for a "
                 "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
             )
+        given = (heads, dim, values.shape[3])
+        if given == self._fitting:
+            return
         held = self.segments.shape[1:]
-        given = (keys.shape[1], keys.shape[3], values.shape[3])
-        if held != given:
+        if held == given:
+            self._fitting = given
+        else:
             raise ValueError(
                 f"layer {self.layer_idx} holds (kv heads, key size, value size) = {held} but was given {given}: this "
                 "cache belongs to another model; make a new one or call `cache.reset()`"
@@ -271,6 +306,11 @@ class KVLayer(CacheLayerMixin):
         """Whether the rows to attend over lie in more than one segment."""
         return isinstance(self.segments, Chain) and bool(self.segments.sealed) and len(self.parts) > 1
 
+    @property
+    def is_shared_by_rows(self) -> bool:
+        """Whether some of those segments hold one batch row that stands for several."""
+        return self.is_sealed and any(part.keys.shape[0] != self._batch for part in self.parts)
+
     def seal(self) -> None:
         """Make the rows held so far read-only, to be shared by copies of the cache.
 
@@ -279,7 +319,26 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self.policy.drops or self.is_sliding or isinstance(self.segments, Ragged):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
-        self.segments.seal()
+        if not isinstance(self.segments, Chain | PackedStore) or isinstance(self.segments, OffloadedPackedStore):
+            raise ValueError(
+                f"{self.technique}: rows of a pool or in host memory are not made read-only; copies of a cache with a "
+                "pool share them as they are"
+            )
+        self.segments = self.segments.seal()
+
+    def adopt(self, parts: list[Rows]) -> None:
+        """Begin, on an empty layer, with read-only rows `[1, H, N, D]` of the first tokens of every batch row."""
+        assert isinstance(self.segments, Chain) and not self._seen
+        self.segments.adopt(parts)
+        self._seen = self.segments.length
+        self._batch = 1
+
+    def free_batch(self) -> None:
+        """Let what one batch row holds stand for as many batch rows as the next tokens have."""
+        self.settle()
+        assert self._batch == 1 and self._padding is None
+        self.is_initialized = self.record_past = self._rolled_back = False
+        self._next_is_prompt = True
 
     @property
     def total(self) -> int:
@@ -319,7 +378,8 @@ class KVLayer(CacheLayerMixin):
                 "and cannot be told which tokens are left: use KVCache, which keeps every token."
             )
         rows = self.current()
-        tensor = getattr(rows, which)
+        # What leaves this library must not lie in a buffer that another layer takes over.
+        tensor = rows.owned(which) if isinstance(rows, OffloadedRows) else getattr(rows, which)
         if self._reads_in_order:
             tensor = self._in_order(tensor, rows.positions)
         front = self.front() if self._packed else None
@@ -456,6 +516,8 @@ class KVLayer(CacheLayerMixin):
     def _compress(self) -> None:
         """Pack what has left the exact window (see `PackedStore`)."""
         store = self.segments
+        if isinstance(store, OffloadedStore):
+            store.leave()
         if not isinstance(store, PackedStore) or not store.compress(self.policy.reserve):
             return
         if self._has_empty:
@@ -551,7 +613,7 @@ class KVLayer(CacheLayerMixin):
 
     def _no_rows(self, step: Step) -> Rows:
         rows = step.rows if self.pending is None else self.pending.rows
-        return rows.map(lambda t: t[:, :, :0].clone())
+        return rows.none()
 
     def _write(self, rows: Rows, chosen: Keep) -> None:
         if isinstance(self.segments, PackedStore):
@@ -629,10 +691,9 @@ class KVLayer(CacheLayerMixin):
         self._padding = padding
         self.policy.load_state(state["policy"])
         if not self.segments.is_empty:
-            rows = self.segments.rows
-            self._batch = rows.keys.shape[0]
+            self._batch = self.segments.shape[0]
             self.is_initialized = True
-            move = rows.keys.device
+            move = self.segments.positions.device
             self.policy.batch_map(lambda t: t.to(move))
 
     # ------------------------------------------------------------------ operations
@@ -702,8 +763,8 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self._deferred is not None:
             self._apply(self._deferred)
-        if self.segments.is_empty:
-            return
+        if self.segments.is_empty or not self.is_initialized:
+            return  # nothing is held, or what will stand for any batch
         self.segments.batch_map(fn)
         self.policy.batch_map(fn)
         if self._padding is not None:

@@ -70,7 +70,7 @@ def save(cache: KVCache, path: str) -> None:
         tensors.update({f"{index}.{name}": tensor.detach().contiguous().cpu() for name, tensor in parts.items()})
     description = {
         "format_version": FORMAT_VERSION,
-        "technique": type(cache).__name__,
+        "technique": cache.stored_as,
         "policy": _policy_name(cache),
         "arguments": cache.arguments(),
         "codec": _described(cache.codec),
@@ -160,7 +160,7 @@ def _codec(path: str, described: Any) -> Codec | None:
 def load_into(cache: KVCache, path: str) -> None:
     """Fill `cache` from the file, which must have been written by the same technique with the same arguments."""
     description, tensors = _read(path)
-    mine = (type(cache).__name__, _policy_name(cache), cache.arguments(), _described(cache.codec), cache.scope)
+    mine = (cache.stored_as, _policy_name(cache), cache.arguments(), _described(cache.codec), cache.scope)
     theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "codec", "scope"))
     theirs_shared, mine_shared = description.get("sharing"), _described_sharing(cache)  # older files have none
     if theirs_shared != mine_shared:

@@ -147,13 +147,42 @@ SHARING_MUTANTS = {
         "test_a_follower_without_its_source",
     ),
 }
+# On a model with absorbed attention.
+ABSORB_MUTANTS = {
+    "the rotary part is left out": (
+        "ops/latent_attention/cpu.py",
+        "products = products + _scaled(_product(rq, page.rope.transpose(1, 2)).float(), page.rope_scale)",
+        "products = products + 0",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "values come from the half of the keys": (
+        "mla/weights.py",
+        "self.weight[:, self.key_size :].transpose(1, 2))",
+        "self.weight[:, : -self.key_size].transpose(1, 2))",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "moved sinks are not attended to": (
+        "mla/attention.py",
+        "    if moved is not None:\n        which, sinks = moved\n        first",
+        "    if False:\n        which, sinks = moved\n        first",
+        "test_policies_choose_alike and SlidingWindow",
+    ),
+    "scores of latents alone": (
+        "policies/base.py",
+        "return torch.cat([self.rows.keys, self.rows.values], dim=-1)",
+        "return torch.cat([self.rows.keys, self.rows.values * 0], dim=-1)",
+        "test_policies_choose_alike and SnapKV and always",
+    ),
+}
 
 
 CATCHING = "tests/test_directed.py"
 # Which tests know of a mutant's subject, where those above do not.
-CATCHING_OF = dict.fromkeys(CODEC_MUTANTS, "tests/contract/test_codecs.py") | dict.fromkeys(
-    SHARING_MUTANTS, "tests/contract/test_sharing.py"
-)
+CATCHING_OF = {
+    **dict.fromkeys(CODEC_MUTANTS, "tests/contract/test_codecs.py"),
+    **dict.fromkeys(SHARING_MUTANTS, "tests/contract/test_sharing.py"),
+    **dict.fromkeys(ABSORB_MUTANTS, "tests/test_absorb.py"),
+}
 
 
 def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.CompletedProcess[str]:
@@ -177,8 +206,9 @@ def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.Compl
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py"):
+    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -189,9 +219,9 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS)[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
