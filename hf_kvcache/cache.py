@@ -174,6 +174,8 @@ class KVCache(DynamicCache):
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
         self.sharing = None if sharing is None else _share(sharing, layers, model, config, scope)
+        if self.offloader is not None and self.sharing:
+            self.offloader.layers -= sum(_is_full(native[follower]) for follower in self.sharing)
         Cache.__init__(self, layers=layers)
         if model is not None and attached and replaced:
             attach(model)

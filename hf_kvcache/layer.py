@@ -183,6 +183,8 @@ class KVLayer(CacheLayerMixin):
         return self.segments.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.full_width or self._reads_in_order:
+            return self._seen + query_length, 0
         return self.mask_sizes(self.kept, self._seen, query_length)
 
     def mask_sizes(self, kept: int, seen: int, query_length: int) -> tuple[int, int]:

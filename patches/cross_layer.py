@@ -115,6 +115,9 @@ class _Pass(threading.local):
         self.rows: dict[int, tuple[Any, Any]] = {}  # what the attention of each source was given
         self.starts: dict[int, int] = {}  # tokens in the cache before it
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Pass:
+        return _Pass()  # of a copy of the model
+
 
 class _Patch:
     """What is changed on one model, and how to change it back."""

@@ -223,6 +223,15 @@ def test_a_forward_that_others_replaced_comes_back():
     assert projection.forward is mine
 
 
+def test_a_copy_of_the_model_shares_too():
+    model = fresh("llama")
+    ids, mask = batch(3, more=8)
+    with shared_layers(model, 2):
+        twin = copy.deepcopy(model)
+        expected = feed(model, CrossLayerSharedCache(model), ids, mask, BLOCKS)
+    assert_close(feed(twin, DynamicCache(config=twin.config), ids, mask, BLOCKS), expected)
+
+
 def test_weights_keep_their_names_and_a_copy_keeps_nothing_of_the_model():
     model = fresh("llama")
     names = list(model.state_dict())

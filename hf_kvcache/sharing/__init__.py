@@ -1,7 +1,8 @@
 """The question sharing answers: which layers read whose rows?"""
 
-from .find import Sharing, find_sharing
+from .find import find_sharing
 from .follower import FollowerLayer
 from .groups import layer_kinds, resolve
+from .result import Sharing
 
 __all__ = ["FollowerLayer", "Sharing", "find_sharing", "layer_kinds", "resolve"]

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 )
 
 from ..attention import _field
-from .find import Sharing, plain_signature
+from .result import Sharing, plain_signature
 
 # What must be equal for two layers to share, or (a string) why this layer cannot.
 Kind = tuple[Any, ...] | str

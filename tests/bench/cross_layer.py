@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from common import TEXTS, attach, forward, full_nbytes, load_model, table, topics_text, track, window_ids, write_json
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_kvcache import CrossLayerSharedCache, KVCache, find_sharing
@@ -107,6 +108,13 @@ def timed(model: Any, cache: Any, ids: torch.Tensor) -> float:
     return 1000 * (time.perf_counter() - began)
 
 
+def operations(model: Any, ids: torch.Tensor) -> int:
+    """Floating-point operations of the matrix products of one pass."""
+    with FlopCounterMode(display=False) as counter:
+        timed(model, None, ids)
+    return counter.get_total_flops()
+
+
 def speed(args: argparse.Namespace) -> dict[str, Any]:
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -155,6 +163,8 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                 row[f"{part} / sharing=2"] = statistics.median(ratios)
             row["bytes"] = full_nbytes(cache) / full_nbytes(caches["KVCache"][1])
             rows.append(row)
+        counts = operations(patched, ids[:, :1]), operations(model, ids[:, :1])
+        print(f"{label}: a token takes {counts[0] / counts[1]:.4f} of the operations when patched")
         print(f"{label}, {args.dtype}, a prompt of {args.prompt} tokens, {torch.get_num_threads()} thread(s)")
         print(table(rows))
         results[label] = rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3nTextConfig, PreTrainedModel, T5Config
 
-from hf_kvcache import CrossLayerSharedCache, HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache, load
+from hf_kvcache import CrossLayerSharedCache, HeavyHitterCache, KVCache, Offload, SlidingWindowCache, SnapKVCache, load
 from hf_kvcache.codecs import KIVI, Rotated
 from hf_kvcache.sharing import FollowerLayer
 from hf_kvcache.sharing.groups import check_devices
@@ -530,6 +530,20 @@ def test_sealed_prompts():
     for each in (copy.deepcopy(cache), cache):
         assert_close(feed(model, each, ids, mask, [1, 1, 1, 5], start=18), expected[:, 1:])
         assert all(layer.pending is None for layer in each.kv_layers)
+
+
+@pytest.mark.parametrize("attend", ["fetch", "compute"])
+def test_a_distant_follower_of_rows_that_have_left_the_device(attend):
+    """Its source's pages were replaced in the staging buffers by those of the layers in between."""
+    model = model_of("llama")
+    ids = torch.randint(2, 96, (2, 110))
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    away = KVCache(model, sharing={3: 0}, offload=Offload(resident_length=16, page=16, attend=attend))
+    assert away.offloader.layers == 3, "that share the host memory"
+    ours = feed(model, away, ids, mask, [80, 1, 1, 20, 1, 7])
+    assert_close(ours, feed(model, KVCache(model, sharing={3: 0}), ids, mask, [80, 1, 1, 20, 1, 7]))
+    assert away.nbytes_by_tier()["host"] > 0
 
 
 # ---------------------------------------------------------------------- three parts at once
