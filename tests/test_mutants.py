@@ -121,6 +121,65 @@ CODEC_MUTANTS = {
         "test_packed_rows_are and rotated3-llama-sdpa-1",
     ),
 }
+# The same, with the file of the test that must fail.
+SHARING_MUTANTS = {
+    "queries of a batch mixed up over a shared row": (
+        "attention.py",
+        "    folded = query.transpose(0, 1).reshape(1, heads, rows * new, dim)\n",
+        "    folded = query.reshape(1, heads, rows * new, dim)\n",
+        "contract/test_shared_rows.py",
+        "test_shared_rows_equal_copies and None-full-sdpa",
+    ),
+    "later rows are packed around another mean": (
+        "segments/sealed.py",
+        "            self.mean = self.mean.clone()\n",
+        "            self.mean = None\n",
+        "contract/test_shared_rows.py",
+        "test_shared_rows_equal_copies and rotated3-full-sdpa",
+    ),
+    "later rows are packed with scales of another base": (
+        "segments/sealed.py",
+        "            if mine is not None and mine.base is not None and older:\n",
+        "            if False:\n",
+        "contract/test_shared_rows.py",
+        "test_shared_rows_equal_copies and rotated3-full-sdpa",
+    ),
+    "the second half of a run begins where the first did": (
+        "prefix/tree.py",
+        "node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper",
+        "node.tokens, node.start, node.parent = node.tokens[length:], node.start, upper",
+        "test_prefix.py",
+        "test_later_questions and llama-sdpa or test_get_never",
+    ),
+    "images are not part of the key": (
+        "prefix/keys.py",
+        "{name: content_hash(content[name]) for name in sorted(content)}",
+        "sorted(content)",
+        "test_prefix.py",
+        "test_equal_placeholders",
+    ),
+    "adapters are known by a sample": (
+        "prefix/keys.py",
+        '"adapters": adapters_of(model),',
+        '"adapters": None,',
+        "test_prefix.py",
+        "test_adapters",
+    ),
+    "checksums of rows are not looked at": (
+        "prefix/files.py",
+        "        if _sha256(tensor) != sums[key]:\n",
+        "        if False:\n",
+        "test_prefix_files.py",
+        "test_a_damaged_file and plain-flip",
+    ),
+    "an evicted run is freed only in part": (
+        "prefix/tree.py",
+        "        self._compact(block)\n\n    def filed",
+        "\n    def filed",
+        "test_prefix.py",
+        "test_a_part_of_a_run",
+    ),
+}
 
 
 CATCHING = "tests/test_directed.py"
@@ -148,7 +207,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py"):
+    own = ("test_prefix.py", "test_prefix_files.py", "test_storage.py", "test_hybrid.py")
+    for name in ("test_directed.py", "test_state_machine.py", *own):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -159,15 +219,19 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
+    catching = "contract/test_codecs.py" if name in CODEC_MUTANTS else "test_directed.py"
+    if name in SHARING_MUTANTS:
+        file, old, new, catching, test = SHARING_MUTANTS[name]
+    else:
+        file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else CATCHING)
+        result = run_tests(tree, test, f"tests/{catching}")
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

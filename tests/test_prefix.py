@@ -66,12 +66,12 @@ def test_later_questions_reuse_the_system_prompt(make, attention) -> None:
     model = make()
     model.set_attn_implementation(attention)
     store = PrefixStore(ROOM)
-    for n in range(4):
+    for n in (0, 1, 2, 3, 0, 1):  # the last two: the second halves of runs that were cut
         assert torch.equal(store.generate(model, prompt(n), **ARGUMENTS), cold(model, prompt(n)))
     found = store.stats()
     # A layer with a window can begin only where an entry ends, and the second call is the first to show where.
-    assert found["hits"] == (3 if make is llama else 2)
-    assert found["tokens_saved"] == 70 * found["hits"]
+    assert found["hits"] == (5 if make is llama else 4)
+    assert found["tokens_saved"] == 70 * found["hits"] + (2 * 11 if make is llama else 0)
 
 
 def test_get_never_holds_all_and_put_keeps_what_is_held(model) -> None:
