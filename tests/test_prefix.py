@@ -610,3 +610,26 @@ def test_examples(name, capsys) -> None:
         exact, approximate = module.main(["--tiny", "--steps", "2", "--template-tokens", "64"])
         assert exact["exact"] and not approximate["exact"]
         assert exact["largest gap of losses"] < 1e-4
+
+
+def test_images_with_positions_of_their_own() -> None:
+    """Qwen2-VL counts positions over the images of the whole text, also of the part that is in the cache."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[1, 1, 2])
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    text = sizes | dict(num_key_value_heads=2, rope_parameters=rope, initializer_range=0.3)
+    vision = dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2)
+    tokens = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)).eval()
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 24, 96, generator=generator)
+    store = PrefixStore(ROOM)
+    for image, n in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)):
+        ids = prompt(n).clamp(max=59)
+        ids[:, 9:17] = torch.tensor([62, 60, 60, 60, 60, 60, 60, 63])
+        inputs = dict(pixel_values=images[image], image_grid_thw=torch.tensor([[1, 4, 6]]))
+        inputs |= dict(attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == 60).int())
+        assert torch.equal(store.generate(model, {"input_ids": ids, **inputs}, **ARGUMENTS), cold(model, ids, **inputs))
+    assert store.stats()["tokens_saved"] == 3 * 70
