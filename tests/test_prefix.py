@@ -633,3 +633,24 @@ def test_images_with_positions_of_their_own() -> None:
         inputs |= dict(attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == 60).int())
         assert torch.equal(store.generate(model, {"input_ids": ids, **inputs}, **ARGUMENTS), cold(model, ids, **inputs))
     assert store.stats()["tokens_saved"] == 3 * 70
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows", "codec"])
+def test_each_row_of_a_batch_can_be_put(kind) -> None:
+    model = gemma3() if kind == "windows" else llama()
+    make = (lambda m: KVCache(m, codec=KIVI(4, residual_length=16))) if kind == "codec" else KVCache
+    store = PrefixStore(ROOM, cache=make)
+    ids = torch.cat([prompt(n) for n in range(3)])
+    cache = store.get(model, ids)
+    answers = cold(model, ids, lambda m: cache, min_new_tokens=8)
+    new = store.put(model, answers, cache)
+    assert new == 89 + (19 + 19 if kind == "plain" else 19 * 2)
+    assert store.nbytes == sum(held_by(store).values())
+    for row in range(3):
+        more = torch.cat([answers[row : row + 1], QUESTIONS[5:6]], dim=1)
+        found = store.get(model, more)
+        assert found.get_seq_length() == 89
+        plain = make(model)
+        cold(model, ids[row : row + 1], lambda m, c=plain: c, min_new_tokens=8)
+        expected = model.generate(more, past_key_values=plain, **ARGUMENTS)
+        assert torch.equal(model.generate(more, past_key_values=found, **ARGUMENTS), expected)
