@@ -121,68 +121,166 @@ CODEC_MUTANTS = {
         "test_packed_rows_are and rotated3-llama-sdpa-1",
     ),
 }
-# The same, with the file of the test that must fail.
 SHARING_MUTANTS = {
+    "a source drops before its followers have read": (
+        "layer.py",
+        "        return self.pending.readers >= 0\n",
+        "        return False\n",
+        "test_what_is_dropped and h2o-pairs-sdpa",
+    ),
+    "only the source decides what is dropped": (
+        "layer.py",
+        "step = join(pending.step, step) if self.policy.needs_queries else pending.step",
+        "step = pending.step",
+        "test_what_is_dropped and h2o-pairs-sdpa",
+    ),
+    "a follower reads the keys that the model computed for it": (
+        "sharing/follower.py",
+        "        return source.handles(pending)\n",
+        "        return key_states, value_states\n",
+        "test_logits_of_a_model and llama-sdpa-3",
+    ),
+    "a follower counts tokens it has not been given": (
+        "sharing/follower.py",
+        "        return self.source.get_seq_length() if pending is None else pending.start\n",
+        "        return self.source.get_seq_length()\n",
+        "test_a_follower_without_its_source",
+    ),
+}
+# On a model with absorbed attention.
+ABSORB_MUTANTS = {
+    "the rotary part is left out": (
+        "ops/latent_attention/cpu.py",
+        "products = products + _scaled(_product(rq, page.rope.transpose(1, 2)).float(), page.rope_scale)",
+        "products = products + 0",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "values come from the half of the keys": (
+        "mla/weights.py",
+        "self.weight[:, self.key_size :].transpose(1, 2))",
+        "self.weight[:, : -self.key_size].transpose(1, 2))",
+        "test_absorbed_equals_expanded and deepseek_v3 and sdpa and always",
+    ),
+    "moved sinks are not attended to": (
+        "mla/attention.py",
+        "    if moved is not None:\n        which, sinks = moved\n        first",
+        "    if False:\n        which, sinks = moved\n        first",
+        "test_policies_choose_alike and SlidingWindow",
+    ),
+    "scores of latents alone": (
+        "policies/base.py",
+        "return torch.cat([self.rows.keys, self.rows.values], dim=-1)",
+        "return torch.cat([self.rows.keys, self.rows.values * 0], dim=-1)",
+        "test_policies_choose_alike and SnapKV and always",
+    ),
+}
+PAGED_MUTANTS = {
+    "a shared block is written in place": (
+        "paging/arena.py",
+        "        return ~stays\n",
+        "        return stays & ~stays\n",
+        "test_a_fork_and_its_origin",
+    ),
+    "a copy of the table counts no references": (
+        "segments/paged.py",
+        "                mine.arena.hold(mine.ids)\n",
+        "",
+        "test_forks_and_batch_operations",
+    ),
+    "blocks without a row are kept": (
+        "segments/paged.py",
+        "                table.arena.release(table.ids[:, keep:])\n"
+        "            table.ids = table.ids[:, :keep].copy()\n",
+        "                pass\n",
+        "test_rolled_back_blocks",
+    ),
+    "queries of beams are taken apart in the wrong order": (
+        "paging/attend.py",
+        "    return x.view(groups, heads, fold, m // fold, n)",
+        "    return x.view(groups, heads, m // fold, fold, n).transpose(2, 3)",
+        "test_attention_over_blocks and shared",
+    ),
+    "rows of a run are read from the wrong block": (
+        "paging/arena.py",
+        "        return buffer.as_strided(shape, strides, base * row)\n",
+        "        return buffer.as_strided(shape, strides, 0)\n",
+        "test_attention_over_blocks and rows",
+    ),
+    "garbage is given back in the middle of an operation": (
+        "paging/pool.py",
+        "weakref.finalize(owner, self._gone.append, table)",
+        "weakref.finalize(owner, table.drop)",
+        "test_garbage_collected",
+    ),
+}
+# Of shared prefixes.
+PREFIX_MUTANTS = {
     "queries of a batch mixed up over a shared row": (
         "attention.py",
         "    folded = query.transpose(0, 1).reshape(1, heads, rows * new, dim)\n",
         "    folded = query.reshape(1, heads, rows * new, dim)\n",
-        "contract/test_shared_rows.py",
         "test_shared_rows_equal_copies and None-full-sdpa",
     ),
     "later rows are packed around another mean": (
         "segments/sealed.py",
         "            self.mean = self.mean.clone()\n",
         "            self.mean = None\n",
-        "contract/test_shared_rows.py",
         "test_shared_rows_equal_copies and rotated3-full-sdpa",
     ),
     "later rows are packed with scales of another base": (
         "segments/sealed.py",
         "            if mine is not None and mine.base is not None and older:\n",
         "            if False:\n",
-        "contract/test_shared_rows.py",
         "test_shared_rows_equal_copies and rotated3-full-sdpa",
     ),
     "the second half of a run begins where the first did": (
         "prefix/tree.py",
         "node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper",
         "node.tokens, node.start, node.parent = node.tokens[length:], node.start, upper",
-        "test_prefix.py",
         "test_later_questions and llama-sdpa or test_get_never",
     ),
     "images are not part of the key": (
         "prefix/keys.py",
         "{name: content_hash(content[name]) for name in sorted(content)}",
         "sorted(content)",
-        "test_prefix.py",
         "test_equal_placeholders",
     ),
     "adapters are known by a sample": (
         "prefix/keys.py",
         '"adapters": adapters_of(model),',
         '"adapters": None,',
-        "test_prefix.py",
         "test_adapters",
     ),
     "checksums of rows are not looked at": (
         "prefix/files.py",
         "        if _sha256(tensor) != sums[key]:\n",
         "        if False:\n",
-        "test_prefix_files.py",
         "test_a_damaged_file and plain-flip",
     ),
     "an evicted run is freed only in part": (
         "prefix/tree.py",
         "        self._compact(block)\n\n    def filed",
         "\n    def filed",
-        "test_prefix.py",
         "test_a_part_of_a_run",
     ),
 }
 
 
+PREFIX_TESTS = ("test_prefix.py", "test_prefix_files.py", "test_storage.py", "test_hybrid.py")
 CATCHING = "tests/test_directed.py"
+# Which tests know of a mutant's subject, where those above do not.
+CATCHING_OF = {
+    **dict.fromkeys([n for n, m in PREFIX_MUTANTS.items() if m[0].startswith("prefix/")], "tests/test_prefix.py"),
+    **dict.fromkeys(
+        [n for n, m in PREFIX_MUTANTS.items() if m[0] in ("attention.py", "segments/sealed.py")],
+        "tests/contract/test_shared_rows.py",
+    ),
+    "checksums of rows are not looked at": "tests/test_prefix_files.py",
+    **dict.fromkeys(CODEC_MUTANTS, "tests/contract/test_codecs.py"),
+    **dict.fromkeys(SHARING_MUTANTS, "tests/contract/test_sharing.py"),
+    **dict.fromkeys(ABSORB_MUTANTS, "tests/test_absorb.py"),
+    **dict.fromkeys(PAGED_MUTANTS, "tests/test_paging.py"),
+}
 
 
 def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.CompletedProcess[str]:
@@ -206,9 +304,9 @@ def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.Compl
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    own = ("test_prefix.py", "test_prefix_files.py", "test_storage.py", "test_hybrid.py")
-    for name in ("test_directed.py", "test_state_machine.py", *own):
+    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py", "test_paging.py", *PREFIX_TESTS):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -219,19 +317,18 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS])
+@pytest.mark.parametrize(
+    "name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS, *PAGED_MUTANTS, *PREFIX_MUTANTS]
+)
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    catching = "contract/test_codecs.py" if name in CODEC_MUTANTS else "test_directed.py"
-    if name in SHARING_MUTANTS:
-        file, old, new, catching, test = SHARING_MUTANTS[name]
-    else:
-        file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
+    every = MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS | PAGED_MUTANTS | PREFIX_MUTANTS
+    file, old, new, test = every[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        result = run_tests(tree, test, f"tests/{catching}")
+        result = run_tests(tree, test, CATCHING_OF.get(name, CATCHING))
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

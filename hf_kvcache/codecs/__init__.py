@@ -3,7 +3,8 @@
 from .base import Codec, LayerCodec
 from .float8 import Float8
 from .kivi import KIVI
+from .latent import Latent
 from .presets import PRESETS, preset
 from .rotated import Rotated
 
-__all__ = ["KIVI", "PRESETS", "Codec", "Float8", "LayerCodec", "Rotated", "preset"]
+__all__ = ["KIVI", "PRESETS", "Codec", "Float8", "Latent", "LayerCodec", "Rotated", "preset"]

@@ -85,6 +85,7 @@ class Codec:
     """Base of all codecs. Lossy beyond the exact window."""
 
     name = "codec"
+    for_latents = False  # only for models with multi-head latent attention
 
     def __init__(self, residual_length: int, num_sink_tokens: int) -> None:
         check_not_negative("residual_length", residual_length)

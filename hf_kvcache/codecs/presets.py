@@ -8,12 +8,20 @@ from typing import Any
 from .base import Codec
 from .float8 import Float8
 from .kivi import KIVI
+from .latent import Latent
 from .rotated import Rotated
 
 
 def _rotated(key_bits: float, value_bits: float) -> Callable[..., Codec]:
     def make(**arguments: Any) -> Codec:
         return Rotated(**{"key_bits": key_bits, "value_bits": value_bits} | arguments)
+
+    return make
+
+
+def _latent(nbits: int) -> Callable[..., Codec]:
+    def make(**arguments: Any) -> Codec:
+        return Latent(**{"nbits": nbits} | arguments)
 
     return make
 
@@ -37,6 +45,8 @@ PRESETS: dict[str, Callable[..., Codec]] = {
     "kivi-4": _kivi(4),
     "kivi-2": _kivi(2),
     "float8": Float8,
+    "latent-8": _latent(8),
+    "latent-4": _latent(4),
 }
 
 

@@ -42,10 +42,13 @@ class Step:
     horizon: int | torch.Tensor = EMPTY  # positions up to here are never seen again
     padding: torch.Tensor | None = None  # [B] padding tokens before each batch row
     recorded: torch.Tensor | None = None  # [B, H, N] scores of earlier queries of this step (recording mode)
+    latent: bool = False  # queries over latents (absorbed MLA): their keys are both tensors of the rows, joined
 
     @property
     def keys(self) -> torch.Tensor:
         """`[B, Hk, N, D]` the keys that the queries saw (heads as the model sees them)."""
+        if self.latent:
+            return torch.cat([self.rows.keys, self.rows.values], dim=-1)
         return self.rows.keys if self.model_keys is None else self.model_keys
 
     @property

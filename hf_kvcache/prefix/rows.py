@@ -12,7 +12,8 @@ from transformers.cache_utils import CacheLayerMixin
 from .. import storage
 from ..cache import KVCache
 from ..layer import KVLayer
-from ..segments import Chain, PackedChain, PackedStore, Rows
+from ..segments import Chain, OffloadedPackedStore, PackedChain, PackedStore, PagedSegment, Rows
+from ..sharing import FollowerLayer
 from .tree import Block, State, tensors_of
 
 # Sealed parts of packed rows that a state may have; beyond, they are copied into one. Attention goes over each.
@@ -30,8 +31,11 @@ def cuttable(cache: KVCache) -> list[int]:
 
 def others(cache: KVCache) -> list[int]:
     """Layers of which only what they hold at the end of a text can be kept."""
+    holds_nothing = ("DummyLayer", "FollowerLayer")
     return [
-        i for i, layer in enumerate(cache.layers) if not is_cuttable(layer) and type(layer).__name__ != "DummyLayer"
+        i
+        for i, layer in enumerate(cache.layers)
+        if not is_cuttable(layer) and type(layer).__name__ not in holds_nothing
     ]
 
 
@@ -56,9 +60,16 @@ def check(cache: Any) -> None:
             "shared. Use KVCache, with a codec where bytes matter."
         )
     for layer in cache.kv_layers:
-        if not isinstance(layer.segments, (Chain, PackedStore)):
-            kind = type(layer.segments).__name__
-            raise NotImplementedError(f"{name}: rows of kind {kind} cannot be shared read-only. Use KVCache.")
+        if isinstance(layer.segments, PagedSegment):
+            raise NotImplementedError(
+                f"{name}: rows of a pool are shared by copies of the cache (`copy.deepcopy`), not by a PrefixStore. "
+                "Leave `pool` out, or copy a cache that holds the prefix."
+            )
+        if not isinstance(layer.segments, Chain | PackedStore) or isinstance(layer.segments, OffloadedPackedStore):
+            raise NotImplementedError(
+                f"{name}: pages in host memory belong to one cache, and a PrefixStore shares rows where they are. "
+                "Leave `offload` out."
+            )
 
 
 def seen(cache: KVCache) -> int:
@@ -228,6 +239,9 @@ def fill(cache: KVCache, parts: list[tuple[list[Rows], int]], state: State | Non
         elif batch > 1 and batch_of(twin) is not None:
             _pick(twin, torch.zeros(batch, dtype=torch.long))
         cache.layers[index] = twin
+    for layer in cache.layers:
+        if isinstance(layer, FollowerLayer):
+            layer.source = cache.layers[layer.source.layer_idx]
 
 
 # ---------------------------------------------------------------------- files

@@ -507,7 +507,7 @@ class PrefixStore:
         if block is None or block.tables is None:
             description, tensors = files.unpack(self.folder, name)
             start, end = description["start"], len(description["tokens"])
-            devices = storage._devices(model, len(cache.layers))
+            devices = storage.layer_devices(model, len(cache.layers))
             wanted = [devices[index] for index in rows.cuttable(cache)]
             path = torch.cat([each.tokens for each in node.path()])
             try:
@@ -526,7 +526,7 @@ class PrefixStore:
         assert self.folder is not None and node.state is not None and node.state.file is not None
         name = node.state.file
         description, tensors = files.unpack(self.folder, name)
-        devices = storage._devices(model, len(cache.layers))
+        devices = storage.layer_devices(model, len(cache.layers))
         try:
             path = torch.cat([each.tokens for each in node.path()])
             if description["tokens"] != path.tolist():

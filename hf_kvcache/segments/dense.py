@@ -51,6 +51,10 @@ class Rows:
     def length(self) -> int:
         return self.keys.shape[2]
 
+    def none(self) -> Rows:
+        """A table of the same kind without rows."""
+        return self.map(lambda t: t[:, :, :0].clone())
+
     def __deepcopy__(self, memo: dict[int, object]) -> Rows:
         # Non-leaf tensors of a training step have no deepcopy of their own.
         return self.map(lambda t: t.detach().clone())
@@ -94,6 +98,12 @@ class DenseSegment:
         """The rows held, as views of the buffers."""
         assert self._table is not None
         return self._table.map(lambda t: t[:, :, : self.length])
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values held, as views of the buffers."""
+        assert self._table is not None
+        return self._table.keys.narrow(2, 0, self.length), self._table.values.narrow(2, 0, self.length)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -142,11 +152,10 @@ class DenseSegment:
             # Written under `torch.inference_mode`, such buffers cannot be written outside of it.
             self._reallocate(self._table.length)
         assert self._table is not None
-        stop = self.length + n
         held = self._table.tensors()
         for name, tensor in rows.tensors().items():
-            held[name][:, :, self.length : stop].copy_(tensor)
-        self.length = stop
+            held[name].narrow(2, self.length, n).copy_(tensor)
+        self.length += n
 
     def _append_in_graph(self, rows: Rows) -> None:
         # A training step may still need the old buffer, so nothing is written into it.

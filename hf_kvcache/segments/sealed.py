@@ -127,6 +127,8 @@ class PackedChain(PackedStore):
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedChain:
         twin = PackedChain(self.make)
         for name, value in vars(self).items():
+            if name == "_attended":
+                continue
             shared = name in ("make", "_codec", "_turns")
             setattr(twin, name, value if shared else list(value) if name == "sealed" else copy.deepcopy(value, memo))
         return twin

@@ -87,7 +87,7 @@ MODES = {
     "beams_sampled": dict(num_beams=2, do_sample=True, num_return_sequences=2),
     "prefill_chunks": dict(prefill_chunk_size=5),
 }
-KINDS = ["llama", "mistral/all", "gemma3", "gemma3/all", "gpt_oss/all", "gemma2", "deepseek_v3"]
+KINDS = ["llama", "mistral/all", "gemma3", "gemma3/all", "gpt_oss/all", "gemma2", "deepseek_v3", "deepseek_v3/absorb"]
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def test_turns_with_the_full_history_passed_again(case, rows):
         assert torch.equal(*states), label
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3/all", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["llama", "gemma3/all", "deepseek_v3", "deepseek_v3/absorb"])
 @pytest.mark.parametrize("label", LOSSLESS)
 def test_embeddings_as_input_on_both_turns(label, case):
     model, stock = model_of(case), stock_of(case)

@@ -42,7 +42,7 @@ def positions(cache, row, pad):
     return found
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3/all", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["llama", "gemma3/all", "deepseek_v3", "deepseek_v3/absorb"])
 @pytest.mark.parametrize("label", ["kv", "window", "snapkv_decode", "h2o", "h2o_ratio"])
 def test_generated_tokens_of_padded_rows(label, case):
     model = model_of(case)

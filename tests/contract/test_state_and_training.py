@@ -117,7 +117,7 @@ def gradients(model, cache, ids, mask, checkpoint=False):
     return out.loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma3/all", "gpt_oss/all", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["llama", "gemma3/all", "gpt_oss/all", "deepseek_v3", "deepseek_v3/absorb"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("label", CACHES)
 def test_gradients_equal_dynamic_caches(label, attention, case):
@@ -271,7 +271,7 @@ def test_prompts_go_to_the_implementation_that_was_set(before, rows, monkeypatch
 
 
 def test_other_caches_keep_working_on_an_attached_model():
-    for case in ("llama", "gemma3", "gpt_oss", "deepseek_v3"):
+    for case in ("llama", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v3/absorb"):
         model, stock = model_of(case), stock_of(case)
         attach(model)
         ids, mask = batch(3)
@@ -281,7 +281,7 @@ def test_other_caches_keep_working_on_an_attached_model():
 
 @pytest.mark.parametrize("label", CACHES)
 def test_nothing_of_the_cache_stays_on_the_model(label):
-    for case in ("llama", "deepseek_v3", "gemma3"):
+    for case in ("llama", "deepseek_v3", "deepseek_v3/absorb", "gemma3"):
         model = model_of(case)
         ids, mask = batch(3)
         cache = tight(label, model, case)

@@ -1,0 +1,3 @@
+from .dispatch import Part, latent_attention
+
+__all__ = ["Part", "latent_attention"]
