@@ -213,11 +213,69 @@ PAGED_MUTANTS = {
         "test_garbage_collected",
     ),
 }
+# Of shared prefixes.
+PREFIX_MUTANTS = {
+    "queries of a batch mixed up over a shared row": (
+        "attention.py",
+        "    folded = query.transpose(0, 1).reshape(1, heads, rows * new, dim)\n",
+        "    folded = query.reshape(1, heads, rows * new, dim)\n",
+        "test_shared_rows_equal_copies and None-full-sdpa",
+    ),
+    "later rows are packed around another mean": (
+        "segments/sealed.py",
+        "            self.mean = self.mean.clone()\n",
+        "            self.mean = None\n",
+        "test_shared_rows_equal_copies and rotated3-full-sdpa",
+    ),
+    "later rows are packed with scales of another base": (
+        "segments/sealed.py",
+        "            if mine is not None and mine.base is not None and older:\n",
+        "            if False:\n",
+        "test_shared_rows_equal_copies and rotated3-full-sdpa",
+    ),
+    "the second half of a run begins where the first did": (
+        "prefix/tree.py",
+        "node.tokens, node.start, node.parent = node.tokens[length:], node.start + length, upper",
+        "node.tokens, node.start, node.parent = node.tokens[length:], node.start, upper",
+        "test_later_questions and llama-sdpa or test_get_never",
+    ),
+    "images are not part of the key": (
+        "prefix/keys.py",
+        "{name: content_hash(content[name]) for name in sorted(content)}",
+        "sorted(content)",
+        "test_equal_placeholders",
+    ),
+    "adapters are known by a sample": (
+        "prefix/keys.py",
+        '"adapters": adapters_of(model),',
+        '"adapters": None,',
+        "test_adapters",
+    ),
+    "checksums of rows are not looked at": (
+        "prefix/files.py",
+        "        if _sha256(tensor) != sums[key]:\n",
+        "        if False:\n",
+        "test_a_damaged_file and plain-flip",
+    ),
+    "an evicted run is freed only in part": (
+        "prefix/tree.py",
+        "        self._compact(block)\n\n    def filed",
+        "\n    def filed",
+        "test_a_part_of_a_run",
+    ),
+}
 
 
+PREFIX_TESTS = ("test_prefix.py", "test_prefix_files.py", "test_storage.py", "test_hybrid.py")
 CATCHING = "tests/test_directed.py"
 # Which tests know of a mutant's subject, where those above do not.
 CATCHING_OF = {
+    **dict.fromkeys([n for n, m in PREFIX_MUTANTS.items() if m[0].startswith("prefix/")], "tests/test_prefix.py"),
+    **dict.fromkeys(
+        [n for n, m in PREFIX_MUTANTS.items() if m[0] in ("attention.py", "segments/sealed.py")],
+        "tests/contract/test_shared_rows.py",
+    ),
+    "checksums of rows are not looked at": "tests/test_prefix_files.py",
     **dict.fromkeys(CODEC_MUTANTS, "tests/contract/test_codecs.py"),
     **dict.fromkeys(SHARING_MUTANTS, "tests/contract/test_sharing.py"),
     **dict.fromkeys(ABSORB_MUTANTS, "tests/test_absorb.py"),
@@ -248,7 +306,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py", "test_paging.py"):
+    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py", "test_paging.py", *PREFIX_TESTS):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -259,9 +317,12 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS, *PAGED_MUTANTS])
+@pytest.mark.parametrize(
+    "name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS, *PAGED_MUTANTS, *PREFIX_MUTANTS]
+)
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS | PAGED_MUTANTS)[name]
+    every = MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS | PAGED_MUTANTS | PREFIX_MUTANTS
+    file, old, new, test = every[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"

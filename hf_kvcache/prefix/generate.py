@@ -103,15 +103,25 @@ _continues: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 @torch.no_grad()
 def continues(inner: Any) -> bool:
-    """Whether a text in two parts gives what it gives in one. Some models drop their recurrent states in between."""
+    """Whether a model can be fed a text in two parts, tried once: some cannot, some drop their recurrent states."""
     if inner not in _continues:
         vocabulary = inner.config.get_text_config(decoder=True).vocab_size
         ids = (torch.arange(16, device=inner.device)[None] * 7919 + 11) % vocabulary
-        cache = KVCache(inner)
-        whole = inner(input_ids=ids, use_cache=False).logits[:, -1].float()
-        read(inner, cache, ids[:, :9])
-        parts = inner(input_ids=ids[:, 9:], use_cache=True, **{cache_name(inner): cache}).logits[:, -1].float()
-        _continues[inner] = float((whole - parts).abs().max()) <= 0.05 * float(whole.std())
+        training = inner.training
+        inner.eval()
+        try:
+            cache = KVCache(inner)
+            whole = inner(input_ids=ids, use_cache=False).logits[:, -1].float()
+            read(inner, cache, ids[:, :9])
+            parts = inner(input_ids=ids[:, 9:], use_cache=True, **{cache_name(inner): cache}).logits[:, -1].float()
+            # Rounding may send a token to another expert, so only states that are lost for certain count.
+            recurrent = any(hasattr(layer, "conv_states") for layer in cache.layers)
+            near = 0.05 if next(inner.parameters()).dtype == torch.float32 else 0.5
+            _continues[inner] = not recurrent or float((whole - parts).abs().max()) <= near * float(whole.std())
+        except Exception:
+            _continues[inner] = False
+        finally:
+            inner.train(training)
     return _continues[inner]
 
 

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from .. import storage
@@ -76,6 +77,14 @@ def seen(cache: KVCache) -> int:
     for layer in cache.kv_layers:
         layer.settle()
     return cache.get_seq_length()
+
+
+def strange(cache: KVCache, model: Any) -> str | None:
+    """Why the rows of a cache are not one for each token in each layer, or None."""
+    if len(cache.layers) != len(DynamicCache(config=model.config).layers):
+        return "the model has changed the layers of its cache"
+    lengths = {cache.layers[index].get_seq_length() for index in cuttable(cache)}
+    return "its layers hold different numbers of tokens" if len(lengths | {cache.get_seq_length()}) > 1 else None
 
 
 def check_whole(cache: KVCache) -> None:

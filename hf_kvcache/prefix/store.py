@@ -234,7 +234,9 @@ class PrefixStore:
                 f"{name}: keys of its decoder depend on the encoder's input, not on a prefix alone"
             )
         decoder = config.get_text_config(decoder=True)
-        whole = config.model_type == "paligemma" or getattr(decoder, "use_bidirectional_attention", None)
+        # "vision" is only about images, of which a prefix has all or none.
+        whole = config.model_type == "paligemma"
+        whole = whole or getattr(decoder, "use_bidirectional_attention", None) not in (None, False, "vision")
         if whole or getattr(decoder, "is_causal", None) is False:
             raise NotImplementedError(
                 f"{name}: tokens of its prompt see later ones, so a prefix depends on what follows"
@@ -251,10 +253,10 @@ class PrefixStore:
         else:
             cache = KVCache(inner) if self._make is None else self._make(inner)
             rows.check(cache)
-        if any(hasattr(layer, "conv_states") for layer in cache.layers) and not generating.continues(inner):
+        if not generating.continues(inner):
             raise NotImplementedError(
-                f"{type(inner).__name__} does not continue a text from its recurrent states: fed in two parts, it "
-                "gives other logits than in one"
+                f"{type(inner).__name__} does not continue a text from its cache: fed in two parts, a short one fails "
+                "or gives other logits than in one"
             )
         return cache
 
@@ -320,6 +322,10 @@ class PrefixStore:
         end = min(len(ids), held)
         steady = longest_steady(model.config.get_text_config(decoder=True))
         if not end or (steady is not None and held > steady):
+            return 0
+        strange = rows.strange(cache, model)
+        if strange is not None:
+            self._warn(f"strange {strange}", f"{type(model).__name__}: {strange}; nothing is kept")
             return 0
         ids = ids[:end].clone()
         state = rows.state_of(cache, row)

@@ -292,6 +292,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
             stack += item
         elif hasattr(item, "__dict__") and not isinstance(item, type) and id(item) not in visited:
             visited.add(id(item))
-            # The codec's own matrices are the same for everyone.
-            stack += [v for name, v in vars(item).items() if name not in ("_codec", "_turns", "make")]
+            # The codec's own matrices are the same for everyone, and what attention was handed refers to the rest.
+            stack += [v for name, v in vars(item).items() if name not in ("_codec", "_turns", "_attended", "make")]
     return found

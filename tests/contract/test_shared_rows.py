@@ -84,7 +84,7 @@ def storages(cache):
                 visit(item)
         elif type(value).__module__.startswith("hf_kvcache.segments"):
             for name, item in vars(value).items():
-                if name not in ("_codec", "_turns"):
+                if name not in ("_codec", "_turns", "_attended"):
                     visit(item)
 
     for layer in cache.kv_layers:
