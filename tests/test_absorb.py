@@ -101,15 +101,18 @@ def difference(a, b):
     return float((a - b).abs().max() / b.abs().max())
 
 
-BLOCKS = [9, 1, 1, 4, 1, 7, 1]
+BLOCKS = [9, 1, 4, 1, 5]
 
 
 # ---------------------------------------------------------------------- every family
 
 
-@pytest.mark.parametrize("attention_", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention_,always", [("sdpa", False), ("sdpa", True), ("eager", True)])
 @pytest.mark.parametrize("kind", TYPES)
-def test_absorbed_equals_expanded(kind, attention_, side):
+def test_absorbed_equals_expanded(kind, attention_, always, monkeypatch):
+    """A left-padded batch: logits of prompts, steps and chunks, and greedy tokens."""
+    if always:
+        monkeypatch.setattr(attention, "is_cheaper", lambda *_: True)
     if not is_there(kind):
         pytest.skip("not in this version of transformers")
     stock, model = model_of(kind, attention_), enable_absorb(model_of(kind, attention_))
@@ -117,10 +120,9 @@ def test_absorbed_equals_expanded(kind, attention_, side):
     wanted = feed(stock, stock_cache(stock), inputs, BLOCKS)
     for cache in (KVCache(model), stock_cache(model)):
         assert difference(feed(model, cache, inputs, BLOCKS), wanted) < 1e-5
-    name, greedy = shrink.cache_argument(model), dict(max_new_tokens=12, do_sample=False)
+    name, greedy = shrink.cache_argument(model), dict(max_new_tokens=8, do_sample=False)
     tokens = stock.generate(**inputs, **greedy, **{name: stock_cache(stock)})
-    for cache in (KVCache(model), stock_cache(model)):
-        assert torch.equal(model.generate(**inputs, **greedy, **{name: cache}), tokens)
+    assert torch.equal(model.generate(**inputs, **greedy, **{name: KVCache(model)}), tokens)
 
 
 @pytest.mark.parametrize("kind", TYPES)
