@@ -477,7 +477,7 @@ def test_an_adapter_of_another_kind_is_refused_when_it_comes_later():
     model = enable_absorb(model_of())
     wrapped = lora(model, use_dora=True)
     with pytest.raises(NotImplementedError, match="disable_absorb"):
-        feed(wrapped.base_model.model, KVCache(wrapped), text(wrapped), [9, 1])
+        feed(wrapped.base_model.model, KVCache(wrapped), text(wrapped), [24])
 
 
 # ---------------------------------------------------------------------- policies

@@ -61,6 +61,8 @@ class Absorbed:
             learns = query.requires_grad or key.requires_grad or value.requires_grad
             if learns or any(parameter.requires_grad for parameter in linear.parameters()):
                 return False
+        if query.shape[2] > 1:
+            halves_of(module, self.decoded)  # raises with the prompt, and not at the first step of decoding
         if isinstance(key, KVView):
             layer = key.layer
             if layer.pending is None or not isinstance(value, KVView) or layer.pending.rows.length != query.shape[2]:
