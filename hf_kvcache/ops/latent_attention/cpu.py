@@ -6,7 +6,6 @@ coordinates that they were coded in: it is the queries that are turned, and the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from ..attention import Block, Extras, finished_logits
 from ..decode_attention import PackedRows
-from ..decode_attention.reference import PAGE, _page
+from ..decode_attention.reference import _page, page_size
 from ..dequantize import dequantize, levels
 from ..packed import Format, Packed, unpack_codes
 
@@ -132,10 +131,7 @@ def _pages(part: Part, dtype: torch.dtype) -> Iterator[Page]:
         latent, rope = part
         yield Page(latent[:, 0].to(dtype), rope[:, 0].to(dtype), None, None)
         return
-    unit = 2 * part.half
-    for fmt in (part.key_format, part.value_format):
-        unit = math.lcm(unit, fmt.group if fmt.axis == "channel" else 1)
-    step = max(1, PAGE // unit) * unit  # whole tiles, and whole groups of tokens that share a scale
+    step = page_size(part.half, part.key_format, part.value_format)
     for start in range(0, part.length, step):
         stop = min(start + step, part.length)
         latent, latent_scale = _numbers(part.keys, part.key_format, "keys", start, stop, part.half, dtype)
