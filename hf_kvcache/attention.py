@@ -19,10 +19,21 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layer import KVLayer, expected
+from .offload.attend import chosen_columns, over_chosen, rows_of, where_they_lie
 from .ops.attention import Block, Extras, attend, merge
 from .ops.decode_attention import decode_attention
+from .paging.attend import over_blocks, reads_in_pieces
 from .policies.base import Step
-from .segments import DenseSegment, PackedStore, Ragged, Rows
+from .segments import (
+    DenseSegment,
+    OffloadedPackedStore,
+    OffloadedStore,
+    PackedChain,
+    PackedStore,
+    PagedSegment,
+    Ragged,
+    Rows,
+)
 from .view import KVView
 
 NAME = "hf_kvcache"
@@ -101,7 +112,7 @@ def attention_forward(
         sinks = query.new_zeros(query.shape[1])
     extras = Extras(scale, kwargs.get("softcap"), sinks, dropout if module.training else 0.0)
     # Models whose last layers use the keys of earlier ones (Gemma 3n) attend more than once over a layer's rows.
-    layer.shared = layer.shared or bool(getattr(module, "store_full_length_kv", False))
+    layer.shared = layer.shared or bool(vars(module).get("store_full_length_kv"))
     expanded = not isinstance(key, KVView)
     sight = Sight(layer, query, attention_mask, kwargs)
     if isinstance(layer.segments, Ragged):
@@ -109,7 +120,7 @@ def attention_forward(
             output = _by_head(layer.segments.heads, query, sight, extras)
             layer.finish_unseen()
             return output.transpose(1, 2).contiguous(), None
-    elif query.shape[2] <= SHORT_STEP and not expanded and before != "eager" and layer.is_sealed:
+    elif not expanded and before != "eager" and layer.is_sealed and _over_segments(layer, query, before):
         output = _merged(layer.parts, query, sight, extras)
         if not layer.shared:
             layer.finish_unseen()
@@ -120,6 +131,13 @@ def attention_forward(
     if isinstance(store, PackedStore) and short and not expanded and _is_packed(layer):
         keys = None
         output, weights = _over_packed(layer, store, before, query, sight, extras)
+    elif isinstance(store, PagedSegment) and not expanded and before != "eager" and _reads_blocks(layer, store, query):
+        keys = None
+        visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), store.shape[1])
+        output, weights = over_blocks(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
+    elif isinstance(store, OffloadedStore) and _attends_away(layer, store, query, expanded, before):
+        keys = None
+        output, weights = _over_pages(layer, store, before, query, sight, extras)
     else:
         rows = layer.current()
         keys = key if expanded else rows.keys
@@ -137,14 +155,15 @@ def attention_forward(
     if isinstance(store, PackedStore) and not policy.drops and not layer.shared:
         layer.finish_unseen()
         return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
-    if pending.step is not None:  # a later layer, with the keys of this one
+    if pending.step is not None and layer.shared:  # a later layer, with the keys of this one
         return output, (weights.to(query.dtype) if weights is not None and before == "eager" else None)
     step = Step(
         rows=layer.current() if keys is None else rows,
         new=query.shape[2],
         start=pending.start,
         query=query.detach() if policy.needs_queries else None,
-        model_keys=None if keys is None else keys.detach(),
+        # Keys in a staging buffer are another layer's soon: they are read again where they are needed.
+        model_keys=None if keys is None or (isinstance(store, OffloadedStore) and not expanded) else keys.detach(),
         visible=sight.visible,
         bias=sight.bias,
         real=sight.real,
@@ -312,7 +331,17 @@ def _is_packed(layer: KVLayer) -> bool:
     """Whether a layer with a codec has rows that are not in its exact tail."""
     store, pending = layer.segments, layer.pending
     assert isinstance(store, PackedStore) and pending is not None
-    return pending.written and (store.has_packed or store.front is not None)
+    return pending.written and store.in_parts
+
+
+def _reads_blocks(layer: KVLayer, store: PagedSegment, query: torch.Tensor) -> bool:
+    """Whether a short step goes over the blocks of a pool as they lie."""
+    pending, policy = layer.pending, layer.policy
+    assert pending is not None
+    if query.shape[2] > SHORT_STEP or not pending.written or not reads_in_pieces(store):
+        return False
+    # Sinks that are moved stand in for rows in their blocks.
+    return policy.fifo_window is None and not policy.wants_probs(query.shape[2], pending.held)
 
 
 def _over_packed(
@@ -329,7 +358,7 @@ def _over_packed(
         # A draft is checked in one step, but each of its tokens sees what it would see if they came one by one.
         seen = store if not start else store.as_of(new - start)
         blocks.append(_packed_block(layer, seen, query, sight, extras, start, stop, want))
-    output = torch.cat([block.output for block in blocks], dim=2)
+    output = blocks[0].output if len(blocks) == 1 else torch.cat([block.output for block in blocks], dim=2)
     probs = torch.cat([block.probs for block in blocks if block.probs is not None], dim=2) if want else None
     return output.transpose(1, 2).contiguous(), probs
 
@@ -345,35 +374,183 @@ def _packed_block(
     want: bool,
 ) -> Block:
     """Queries `start:stop` over the rows of `store`."""
-    front, packed, tail = store.attended()
-    visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), tail.keys.shape[1])
-    moved = layer.front()
+    computes = isinstance(store, OffloadedPackedStore) and not want and store.computes(query)
+    front, packed, tail = (store.front, None, store.tail.pair) if computes else store.attended()
+    heads = tail[0].shape[1]
+    visible, bias = _by_kv_head(sight.visible(start, stop), sight.bias(start, stop), heads)
+    if isinstance(store, PackedChain) and store.sealed:
+        return _packed_parts(store, query[:, :, start:stop], visible, bias, extras, want)
+    moved, first = layer.front(), None
+    if front is not None:
+        first = _exact(front.keys, front.values, moved, query.dtype)
+    elif moved is not None:
+        tail = _exact(*tail, moved, query.dtype)
+    if tail[0].dtype != query.dtype:
+        tail = _exact(*tail, None, query.dtype)
+    if computes and isinstance(store, OffloadedPackedStore):
+        return store.where_they_lie(query[:, :, start:stop], first, tail, extras, visible, bias)
+    return decode_attention(query[:, :, start:stop], first, packed, tail, extras, visible, bias, need_probs=want)
 
-    def exact(rows: Rows, is_front: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = {"keys": rows.keys, "values": rows.values}
-        if is_front and moved is not None:
-            which, sinks = moved
-            pair[which] = torch.cat([sinks, pair[which][:, :, sinks.shape[2] :]], dim=2)
-        return pair["keys"].to(query.dtype), pair["values"].to(query.dtype)
 
-    first = None if front is None else exact(front, True)
-    rest = exact(tail, front is None)
-    return decode_attention(query[:, :, start:stop], first, packed, rest, extras, visible, bias, need_probs=want)
+def _exact(
+    keys: torch.Tensor, values: torch.Tensor, moved: tuple[str, torch.Tensor] | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact rows in the model's dtype, the first of them moved where a policy moves sinks."""
+    pair = {"keys": keys, "values": values}
+    if moved is not None:
+        which, sinks = moved
+        pair[which] = torch.cat([sinks, pair[which][:, :, sinks.shape[2] :]], dim=2)
+    return pair["keys"].to(dtype), pair["values"].to(dtype)
+
+
+def _over_segments(layer: KVLayer, query: torch.Tensor, before: str) -> bool:
+    """Whether a step goes over the segments as they lie: short ones, and those that would copy rows for a batch."""
+    if query.shape[2] <= SHORT_STEP:
+        return True
+    # Long steps keep their queries' probabilities for the backward pass, so there SDPA over a copy takes less.
+    return layer.is_shared_by_rows and before == "sdpa" and not torch.is_grad_enabled()
+
+
+def _attends_away(layer: KVLayer, store: OffloadedStore, query: torch.Tensor, expanded: bool, before: str) -> bool:
+    """Whether a step goes over pages where they lie, or over some of them; any other brings them all to the device."""
+    pending, new = layer.pending, query.shape[2]
+    if new > SHORT_STEP or expanded or pending is None or not pending.written or not store.is_away:
+        return False
+    want = before == "eager" or layer.policy.wants_probs(new, pending.held)
+    return store.selects(new) or (not want and store.computes(query))
+
+
+def _over_pages(
+    layer: KVLayer, store: OffloadedStore, before: str, query: torch.Tensor, sight: Sight, extras: Extras
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A short step over pages beyond the device: output `[B, Q, Hq, Dv]`, and weights where somebody asks for them."""
+    new = query.shape[2]
+    store.unstage()
+    if not store.selects(new):
+        visible, bias = _by_kv_head(sight.visible(0, new), sight.bias(0, new), store.shape[1])
+        return where_they_lie(store, query, extras, visible, bias).transpose(1, 2).contiguous(), None
+    # Each query chooses its own pages, as it would alone.
+    blocks = [
+        _over_top_pages(store, query[:, :, i : i + 1], i, sight, extras, want=before == "eager") for i in range(new)
+    ]
+    probs = [block.probs for block in blocks if block.probs is not None]
+    output = torch.cat([block.output for block in blocks], dim=2)
+    return output.transpose(1, 2).contiguous(), torch.cat(probs, dim=2) if probs else None
+
+
+def _over_top_pages(
+    store: OffloadedStore, query: torch.Tensor, i: int, sight: Sight, extras: Extras, want: bool
+) -> Block:
+    """The query `i` of a step over the pages that can matter to it, and the rows that are always read."""
+    stop = store.length - sight.new + i + 1
+    pages, rest = store.chosen(query, stop, extras.scaling)
+    rows, away = rows_of(pages, store.page), store.away_rows
+    visible, bias = _by_kv_head(sight.visible(i, i + 1), sight.bias(i, i + 1), store.shape[1])
+    masks = [chosen_columns(mask, rows, rest, stop) for mask in (visible, bias)]
+    tail = [t[:, :, rest - away : stop - away].to(query.dtype) for t in (store.tail.rows.keys, store.tail.rows.values)]
+    if store.computes(query) and not want:
+        return over_chosen(store, query, pages, tail, extras, masks)
+    found = store.gather(pages, query.device)
+    keys, values = (torch.cat([t.to(query.dtype), near], dim=2) for t, near in zip(found, tail, strict=True))
+    plain = masks[1] is None and extras.softcap is None and extras.sinks is None and not extras.dropout
+    if plain and not want:
+        return Block(_packed_sdpa(query, keys, values, masks[0], extras.scaling), None, None)
+    block = attend(query, keys, values, extras, masks[0], masks[1], need_probs=want)
+    if block.probs is None:
+        return block
+    group = query.shape[1] // rows.shape[1]
+    others = torch.arange(rest, stop, device=rows.device).expand(*rows.shape[:2], -1)
+    columns = torch.cat([rows, others], dim=-1).repeat_interleave(group, dim=1)[:, :, None]
+    whole = block.probs.new_zeros(*block.probs.shape[:3], store.length).scatter_(-1, columns, block.probs)
+    return Block(block.output, None, whole)
 
 
 def _merged(parts: list[Rows], query: torch.Tensor, sight: Sight, extras: Extras) -> torch.Tensor:
-    """A short step over several segments: each is attended where it lies, and the results are merged."""
-    visible, bias = _by_kv_head(sight.visible(0, sight.new), sight.bias(0, sight.new), parts[0].keys.shape[1])
-    blocks, start = [], 0
+    """A step over several segments: each is attended where it lies, and the results are merged."""
+    piece = max(1, PIECE_ELEMENTS // (query.shape[0] * query.shape[1] * sight.total))
+    piece = sight.new if sight.new <= SHORT_STEP else piece
     alone = extras._replace(sinks=None)
-    for part in parts:
-        stop = start + part.length
-        keys, values = part.keys.to(query.dtype), part.values.to(query.dtype)
-        mask = None if visible is None else visible[..., start:stop]
-        part_bias = None if bias is None else bias[..., start:stop]
-        blocks.append(attend(query, keys, values, alone, mask, part_bias, need_lse=True))
+    outputs = []
+    for first in range(0, sight.new, piece):
+        last = min(first + piece, sight.new)
+        visible, bias = _by_kv_head(sight.visible(first, last), sight.bias(first, last), parts[0].keys.shape[1])
+        blocks, start = [], 0
+        for part in parts:
+            stop = start + part.length
+            keys, values = part.keys.to(query.dtype), part.values.to(query.dtype)
+            attend_part = partial(attend, keys=keys, values=values, extras=alone, need_lse=True)
+            mask, added = _columns(visible, start, stop), _columns(bias, start, stop)
+            blocks.append(_for_all_rows(attend_part, query[:, :, first:last], keys.shape[0], mask, added))
+            start = stop
+        outputs.append(merge(blocks, extras.sinks))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _packed_parts(
+    store: PackedChain,
+    query: torch.Tensor,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extras: Extras,
+    want: bool,
+) -> Block:
+    """Attention over sealed parts and what came after them, merged."""
+    alone = extras._replace(sinks=None)
+    blocks, start = [], 0
+    for part in (*store.sealed, store):
+        front, packed, tail = part.attended()
+        first = None if front is None else _exact(front.keys, front.values, None, query.dtype)
+        rest = _exact(*tail, None, query.dtype)
+        length = rest[0].shape[2] + sum(rows.length for rows in (front, packed) if rows is not None)
+        stop = start + length
+        attend_part = partial(
+            decode_attention, front=first, packed=packed, tail=rest, extras=alone, need_probs=want, need_lse=True
+        )
+        mask, added = _columns(visible, start, stop), _columns(bias, start, stop)
+        blocks.append(_for_all_rows(attend_part, query, rest[0].shape[0], mask, added))
         start = stop
-    return merge(blocks, extras.sinks)
+    output = merge(blocks, extras.sinks)
+    if not want:
+        return Block(output, None, None)
+    lse = torch.stack([block.lse for block in blocks if block.lse is not None])
+    total = torch.logsumexp(lse, dim=0)
+    if extras.sinks is not None:
+        total = torch.logaddexp(total, extras.sinks.float()[None, :, None])
+    shares = torch.exp(lse - total)[..., None]
+    probs = [block.probs * share for block, share in zip(blocks, shares, strict=True) if block.probs is not None]
+    return Block(output, None, torch.cat(probs, dim=-1))
+
+
+def _columns(mask: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if mask is None else mask[..., start:stop]
+
+
+def _for_all_rows(
+    attend_part: Callable[..., Block],
+    query: torch.Tensor,
+    batch: int,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Block:
+    """Attention over rows of `batch` batch rows: one that stands for all is read once, by the queries of all."""
+    rows, heads, new, dim = query.shape
+    if batch == rows:
+        return attend_part(query, visible=visible, bias=bias)
+
+    def fold(mask: torch.Tensor | None) -> torch.Tensor | None:
+        if mask is None or (mask.shape[0] == 1 and mask.shape[2] == 1):
+            return mask
+        wide = mask.expand(rows, -1, new, -1)
+        return wide.transpose(0, 1).reshape(1, mask.shape[1], rows * new, mask.shape[3])
+
+    def unfold(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.reshape(heads, rows, new, *tensor.shape[3:]).transpose(0, 1)
+
+    folded = query.transpose(0, 1).reshape(1, heads, rows * new, dim)
+    block = attend_part(folded, visible=fold(visible), bias=fold(bias))
+    output = unfold(block.output)
+    assert output is not None
+    return Block(output, unfold(block.lse), unfold(block.probs))
 
 
 def _decodes_by_head(layer: KVLayer, query: torch.Tensor, expanded: bool, before: str) -> bool:
@@ -541,9 +718,9 @@ def _layer_of(module: nn.Module, key: torch.Tensor) -> KVLayer | None:
 
 def _check_model(layer: KVLayer, module: nn.Module) -> None:
     config = getattr(module, "config", None)
-    if config is None or layer.signature is None or layer.checked == id(module):
+    if config is None or layer.signature is None or id(module) in layer.checked:
         return
-    layer.checked = id(module)
+    layer.checked.add(id(module))
     given = signature_of(config.get_text_config(decoder=True))  # encoder and decoder may differ in size
     pairs = zip(given[1:], layer.signature[1:], strict=True)
     if any(a != b and VARIES not in (a, b) for a, b in pairs):

@@ -24,8 +24,12 @@ from .attention import attach, signature_of, why_not_attach
 from .codecs import preset
 from .codecs.base import Codec, LayerCodec
 from .layer import HybridKVLayer, KVLayer
+from .offload import Offload, Offloader
+from .offload.rules import check_offload, offloaded_bytes
+from .paging import BlockPool
+from .paging.arena import Kind
 from .policies.base import LayerPolicy, Policy
-from .segments import PackedStore, capacity_for
+from .segments import OffloadedPackedStore, OffloadedStore, PackedStore, PagedSegment, capacity_for
 from .segments.side import half_for, tiles_for
 
 
@@ -43,10 +47,14 @@ class KVCache(DynamicCache):
             (`hf_kvcache.codecs.PRESETS`); None writes full precision. For full-attention layers, and with
             `scope="all"` for sliding ones where the policy keeps all. A policy that overwrites single rows
             (`HeavyHitter`, `SnapKV(decode_budget=...)`) needs a codec of self-contained rows (`Rotated`).
-        offload, sharing: where blocks live, which layers share. Not available in this version: anything but None
-            raises `NotImplementedError`.
+        offload: which rows leave the compute device: a `hf_kvcache.Offload`; None keeps all of them there. For
+            full-attention layers, with policies that select from prompts (`SnapKV`) or keep all, and with any codec.
+        sharing: which layers read the rows of an earlier one instead of having their own: a factor, a map
+            `{follower: source}`, or what `find_sharing` returned; see `CrossLayerSharedCache`.
         scope: `"full"` replaces full-attention layers only and leaves sliding, chunked, linear and convolution layers
             to transformers; `"all"` replaces sliding and chunked attention layers too.
+        pool: a `BlockPool` that rows are drawn from, a block at a time; several caches may draw from one. Reordering
+            beams, repeating a batch and copying the cache then copy block tables and no rows. None: buffers of its own.
 
     Raises:
         ValueError: encoder-only models, impossible arguments, a config where a model is needed.
@@ -61,10 +69,10 @@ class KVCache(DynamicCache):
         offload: Any = None,
         sharing: Any = None,
         scope: str = "full",
+        pool: BlockPool | None = None,
     ) -> None:
-        for name, part in (("offload", offload), ("sharing", sharing)):
-            if part is not None:
-                raise NotImplementedError(f"`{name}` is not available in this version of hf_kvcache; leave it None")
+        if offload is not None and not isinstance(offload, Offload):
+            raise ValueError(f"`offload` must be a hf_kvcache.Offload, got {type(offload).__name__}")
         if scope not in ("full", "all"):
             raise ValueError(f"`scope` must be 'full' or 'all', got {scope!r}")
         policy = policy if policy is not None else Policy()
@@ -74,9 +82,21 @@ class KVCache(DynamicCache):
             codec = preset(codec)
         if codec is not None and not isinstance(codec, Codec):
             raise ValueError(f"`codec` must be a hf_kvcache.codecs.Codec, got {type(codec).__name__}")
+        if pool is not None and not isinstance(pool, BlockPool):
+            raise ValueError(f"`pool` must be a hf_kvcache.BlockPool, got {type(pool).__name__}")
         model, config = _model_and_config(model_or_config)
         decoder = config.get_text_config(decoder=True)
         technique = type(self).__name__
+        if pool is not None and codec is not None:
+            raise NotImplementedError(
+                f"{technique}: a block of a pool holds rows in full precision, and a codec writes rows of a padded "
+                "batch at places of their own. Leave `pool` or `codec` out."
+            )
+        if pool is not None and offload is not None:
+            raise NotImplementedError(
+                f"{technique}: blocks of a pool stay on the device that they were made on. Leave `pool` or `offload` "
+                "out."
+            )
         _check_config(config, decoder, technique)
         reason = None if model is None else own_cache_reason(model)
         if reason is not None:
@@ -98,17 +118,35 @@ class KVCache(DynamicCache):
         expanded = model is not None and any(hasattr(m, "expand_kv") for m in model.modules())
         self.policy = policy
         self.codec = codec
+        self.offload = offload
         self.scope = scope
+        self.pool = pool
         self.config_signature = signature_of(decoder)
         layers = []
         replaced = coded = 0
         native = DynamicCache(config=config).layers
+        self.offloader: Offloader | None = None
+        if offload is not None:
+            full = [index for index, layer in enumerate(native) if _is_full(layer)]
+            check_offload(offload, policy, codec, full, len(native), attached and not expanded, technique)
+            self.offloader = Offloader.of(offload, len(full))
         kinds = getattr(decoder, "layer_types", None) or []
         for index, layer in enumerate(native):
             chunked = index < len(kinds) and kinds[index] == "chunked_attention"
             chunked = chunked or (not kinds and getattr(decoder, "attention_chunk_size", None) is not None)
             made = _replace_layer(
-                layer, index, len(native), policy, codec, scope, chunked, attached, technique, expanded
+                layer,
+                index,
+                len(native),
+                policy,
+                codec,
+                scope,
+                chunked,
+                attached,
+                technique,
+                expanded,
+                pool,
+                self.offloader,
             )
             if made is not None:
                 _check_drops(made.policy, policy)
@@ -135,6 +173,7 @@ class KVCache(DynamicCache):
             )
         if codec is not None:
             _check_sizes(codec, policy, decoder, layers)
+        self.sharing = None if sharing is None else _share(sharing, layers, model, config, scope)
         Cache.__init__(self, layers=layers)
         if model is not None and attached and replaced:
             attach(model)
@@ -149,12 +188,28 @@ class KVCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storage held, of every layer: keys, values, positions, scores and slack."""
-        return sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        """Bytes of all storage held, of every layer and in every tier: keys, values, positions, scores and slack."""
+        own = sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        return own + (0 if self.offloader is None else self.offloader.nbytes)
+
+    def nbytes_by_tier(self) -> dict[str, int]:
+        """`nbytes` by where it is: `"device"` (staging buffers included), `"host"` and `"disk"`."""
+        total = {"device": self.nbytes, "host": 0, "disk": 0}
+        for layer in self.kv_layers:
+            if isinstance(layer.segments, OffloadedStore | OffloadedPackedStore):
+                tiers = layer.segments.tier_bytes()
+                for tier in ("host", "disk"):
+                    total[tier] += tiers[tier]
+                    total["device"] -= tiers[tier]
+        return total
+
+    def _holder(self, layer_idx: int) -> Any:
+        """The layer that holds the rows which model layer `layer_idx` reads."""
+        return self.layers[(self.sharing or {}).get(layer_idx, layer_idx)]
 
     def kept_length(self, layer_idx: int = 0) -> int:
         """Rows (tokens) physically held per KV head by layer `layer_idx`."""
-        layer = self.layers[layer_idx]
+        layer = self._holder(layer_idx)
         if isinstance(layer, KVLayer):
             return layer.kept
         keys = getattr(layer, "keys", None)
@@ -165,7 +220,7 @@ class KVCache(DynamicCache):
 
         Raises `ValueError` for a layer that is left to transformers.
         """
-        layer = self.layers[layer_idx]
+        layer = self._holder(layer_idx)
         if not isinstance(layer, KVLayer):
             raise ValueError(f"layer {layer_idx} is transformers' own {type(layer).__name__}; see `cache.kv_layers`")
         return layer.kept_positions()
@@ -187,6 +242,12 @@ class KVCache(DynamicCache):
             heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
             if isinstance(layer.segments, PackedStore):
                 total += self._packed_bytes(layer, by_layer[layer.layer_idx], batch, tokens, dtype)
+                continue
+            if isinstance(layer.segments, PagedSegment):
+                total += _paged_bytes(layer, layer.segments.pool, heads, key_dim, value_dim, batch, tokens, dtype)
+                continue
+            if isinstance(layer.segments, OffloadedStore):
+                total += offloaded_bytes(layer, heads, key_dim, value_dim, batch, tokens, dtype)
                 continue
             rows = layer.policy.rows_after(tokens)
             per_head = (key_dim + value_dim) * dtype.itemsize + (4 if layer.policy.uses_scores else 0)
@@ -232,6 +293,10 @@ class KVCache(DynamicCache):
             inner = ", ".join(f"{k}={v!r}" for k, v in self.codec.describe().items() if v is not None)
             plain = name == "QuantizedKIVICache" and not arguments
             arguments = inner if plain else f"{arguments}, codec={type(self.codec).__name__}({inner})".lstrip(", ")
+        if self.sharing:
+            arguments = f"{arguments}, sharing={self.sharing}".lstrip(", ")
+        if self.offload is not None:
+            arguments = f"{arguments}, resident_length={self.offload.resident_length}".lstrip(", ")
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         if len({layer.get_seq_length() for layer in layers}) > 1:
@@ -240,22 +305,29 @@ class KVCache(DynamicCache):
         span = f"{kept[0]}" if min(kept) == max(kept) else f"{min(kept)}-{max(kept)}"
         shapes = [layer.segments.shape for layer in layers]
         size = layers[0].element_size
-        full = seen * size * sum(batch * heads * (key + value) for batch, heads, key, value in shapes)
+        readers = [1 + layer.followers for layer in layers]
+        rows = zip(readers, shapes, strict=True)
+        full = seen * size * sum(count * batch * heads * (key + value) for count, (batch, heads, key, value) in rows)
         own = sum(layer.nbytes for layer in layers)
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
             f"{self._bits()} bits per element, {self.nbytes:,} bytes, "
             f"{own / full:.3f} of full precision"
         )
-        others = len(self.layers) - len(layers)
-        return text + (f" in {len(layers)} layers ({others} left to transformers)" if others else "")
+        if self.sharing:
+            text += f", {sum(readers)} layers reading {len(layers)}"
+        others = len(self.layers) - sum(readers)
+        text += f" in {len(layers)} layers ({others} left to transformers)" if others else ""
+        if self.offloader is None:
+            return text
+        return text + "; " + ", ".join(f"{tier} {size:,}" for tier, size in self.nbytes_by_tier().items())
 
     def _bits(self) -> str:
         """Bits of an element: of packed rows and of exact ones."""
         layers = self.kv_layers
         exact = layers[0].element_size * 8
         packed = [layer.segments for layer in layers if isinstance(layer.segments, PackedStore)]
-        packed = [store for store in packed if store.has_packed]
+        packed = [store for store in packed if store.packs]
         if not packed:
             return f"{exact}"
         widths = [store.codec.bits_per_element(*store.shape[2:]) for store in packed]
@@ -264,6 +336,11 @@ class KVCache(DynamicCache):
     def arguments(self) -> dict[str, Any]:
         """The arguments of this class, JSON-able, without the codec's (which `self.codec` describes)."""
         return self.policy.describe()
+
+    @property
+    def stored_as(self) -> str:
+        """The class that a file names. Files do not say where rows lay, so that any machine can read them."""
+        return type(self).__name__
 
     def _seen(self) -> int:
         return max((layer.get_seq_length() for layer in self.kv_layers), default=0)
@@ -302,6 +379,10 @@ class KVCache(DynamicCache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        # Block tables are kept on the CPU: one copy of the indices serves all layers.
+        super().reorder_cache(beam_idx if self.pool is None else beam_idx.cpu())
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, in every layer or (`ValueError`) in none.
 
@@ -317,7 +398,8 @@ class KVCache(DynamicCache):
         """Make everything held so far read-only, so that copies of this cache share it instead of copying it.
 
         A prompt read once can then be continued many times: `cache.seal()`, and `copy.deepcopy(cache)` for each
-        continuation costs no bytes for the prompt. Lossless. Raises `ValueError` for caches that drop tokens.
+        continuation costs no bytes for the prompt. Lossless (of a codec: everything but its exact tail is shared, as it
+        is packed). Raises `ValueError` for caches that drop tokens.
         """
         for layer in self.kv_layers:
             layer.seal()
@@ -401,6 +483,10 @@ def _check_config(config: PreTrainedConfig, decoder: PreTrainedConfig, technique
         raise ValueError(f"{technique}: the config of '{config.model_type}' names no `num_hidden_layers`")
 
 
+def _is_full(layer: Any) -> bool:
+    return type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
+
+
 def _window_of(layer: Any) -> int | None:
     return layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
 
@@ -416,12 +502,16 @@ def _replace_layer(
     attached: bool,
     technique: str,
     expanded: bool,
+    pool: BlockPool | None,
+    offloader: Offloader | None,
 ) -> KVLayer | None:
     """Our layer in place of transformers' `layer`, or None where it is left as it is."""
     arguments: dict[str, Any] = dict(layer_idx=index, attached=attached, technique=technique, expanded=expanded)
-    full = type(layer) is DynamicLayer or type(layer) is LinearAttentionAndFullAttentionLayer
-    if full:
+    arguments["pool"] = pool
+    if _is_full(layer):
+        arguments["offloader"] = offloader
         of_layer = policy.for_layer(index, count, None)
+        _check_pool(pool, of_layer, technique)
         if codec is not None:
             _check_codec(codec, of_layer, technique)
             arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
@@ -433,6 +523,7 @@ def _replace_layer(
         # Both kinds hold rows alike; they differ in what a query sees.
         limit: dict[str, Any] = {"chunk_size": window} if chunked else {"sliding_window": window}
         of_layer = policy.for_layer(index, count, window)
+        _check_pool(pool, of_layer, technique)
         # Where all that a query sees is within the exact window, there is nothing to pack.
         if codec is not None and not chunked and not policy.drops and window > codec.residual_length:
             arguments["codec"] = partial(layer_codec, codec, of_layer, index, count)
@@ -458,6 +549,44 @@ def layer_codec(
     return made
 
 
+def _check_pool(pool: BlockPool | None, policy: LayerPolicy, technique: str) -> None:
+    if pool is None:
+        return
+    if policy.ragged:
+        raise NotImplementedError(
+            f"{technique}: `adaptive_heads` gives each head a length of its own, and a block of a pool holds the same "
+            "places of all heads. Leave one of them out."
+        )
+    if policy.overwrites or policy.uses_scores:
+        raise NotImplementedError(
+            f"{technique} gives a place of each head to a new row at every step, so every block of a pool would soon "
+            "be written, and none shared. Leave `pool` out, or use a policy that selects rows once (SnapKV without "
+            "`decode_budget`), a window, or none."
+        )
+
+
+def _paged_bytes(
+    layer: KVLayer,
+    pool: BlockPool,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+) -> int:
+    """`expected_bytes` of one layer that draws from a pool."""
+    policy = layer.policy
+    kept = policy.kept_after(tokens)
+    window = layer.sliding_window or layer.chunk_size
+    if not policy.drops and window is not None and tokens >= window + max(window, 32):
+        kept = window
+    own = heads if policy.per_head_positions and kept < tokens else 1
+    kind = Kind(layer.layer_idx, heads, key_dim, value_dim, dtype, dtype, torch.device("cpu"), own)
+    blocks = -(-kept // pool.block_size)
+    return batch * (blocks * (kind.block_bytes(pool.block_size) + 4) + policy.state_bytes)
+
+
 def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:
     if policy.ragged:
         raise NotImplementedError(
@@ -469,6 +598,22 @@ def _check_codec(codec: Codec, policy: LayerPolicy, technique: str) -> None:
             f"{technique} gives the place of single rows to new ones, but {type(codec).__name__} writes keys in groups "
             "of tokens. Use a codec whose rows are complete in themselves: hf_kvcache.codecs.Rotated."
         )
+
+
+def _share(sharing: Any, layers: list[Any], model: Any, config: PreTrainedConfig, scope: str) -> dict[int, int]:
+    """The map follower -> source, once followers have taken the place of layers in `layers`."""
+    from .sharing import FollowerLayer, groups
+
+    kinds = groups.layer_kinds(config, scope)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, KVLayer) and not isinstance(kinds[index], str):
+            kinds[index] = "it has a window and this model is not attached, so it is left to transformers"
+    found = groups.resolve(sharing, kinds, config)
+    if model is not None:
+        groups.check_devices(found, storage.layer_devices(model, len(layers)))
+    for follower, source in found.items():
+        layers[follower] = FollowerLayer(layers[source], follower)
+    return found
 
 
 def _check_sizes(codec: Codec, policy: Policy, decoder: PreTrainedConfig, layers: list[Any]) -> None:

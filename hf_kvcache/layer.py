@@ -13,20 +13,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .policies.base import Keep, LayerPolicy, Step, select
-from .segments import Chain, PackedStore, Ragged, Rows
+from .segments import Chain, OffloadedPackedStore, OffloadedStore, PackedStore, PagedSegment, Ragged, Rows
 from .segments.dense import EMPTY
+from .segments.offloaded import OffloadedRows
 from .segments.packed import LazyRows
 from .view import KVView
 
 if TYPE_CHECKING:
     from .codecs.base import LayerCodec
+    from .offload import Offloader
+    from .paging import BlockPool
 
 # The layer whose rows were last read outside our attention function, per thread: a model that expands its cache before
 # it attends (MLA) hands plain tensors on, and the attention function finds the layer here.
@@ -34,6 +38,15 @@ expected = threading.local()
 
 # Queries kept back while a draft is being verified: the longest draft that can be rolled back.
 MAX_ROLLBACK = 256
+
+
+def _new_indices(start: int, new: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Sequence indices of new tokens, int32 `[batch, 1, new]`."""
+    return torch.arange(start, start + new, dtype=torch.int32, device=device).expand(batch, 1, new)
+
+
+# All layers of a step are given the same ones. A training step keeps its tensors, so those are its own.
+_indices = lru_cache(maxsize=2)(_new_indices)
 
 
 @dataclass
@@ -45,6 +58,8 @@ class Pending:
     held: int  # rows held when the step began
     written: bool  # already appended to the segment
     step: Step | None = None  # attended, but left open for other layers that share the rows
+    readers: int = 0  # followers that have still to attend over the rows
+    given: set[int] = field(default_factory=set)  # followers that were handed the rows
 
 
 class KVLayer(CacheLayerMixin):
@@ -56,6 +71,8 @@ class KVLayer(CacheLayerMixin):
         sliding_window: the layer's own window (tokens, as `config.sliding_window`), or None.
         chunk_size: the layer's attention chunk (tokens), or None.
         codec: makes the codec of this layer from the sizes of its keys and values; None: full precision.
+        pool: where rows are drawn from, a block at a time; None: buffers of the layer's own.
+        offloader: what it shares with the other layers whose older rows leave the device; None: all rows stay.
         attached: whether the model's attention goes through this library, so that a handle may be returned.
     """
 
@@ -73,6 +90,8 @@ class KVLayer(CacheLayerMixin):
         technique: str = "KVCache",
         expanded: bool = False,
         codec: Callable[[int, int], LayerCodec] | None = None,
+        pool: BlockPool | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.policy = policy
         self.layer_idx = layer_idx
@@ -83,12 +102,17 @@ class KVLayer(CacheLayerMixin):
         # The model stores latents and expands them to all heads before it attends (MLA).
         self.expanded = expanded
         self.signature: tuple[Any, ...] | None = None
-        self.checked: int | None = None  # id of the attention module that was found to fit
+        self.checked: set[int] = set()  # ids of the attention modules that were found to fit
         self.shared = False  # later model layers attend over these rows too
+        self.followers = 0  # layers of the cache that read these rows, each once in every step (see `FollowerLayer`)
         self.full_width = False  # the model makes a bias for every position ever given, dropped ones included
-        self.segments: Chain | Ragged | PackedStore
+        self.segments: Chain | Ragged | PackedStore | PagedSegment | OffloadedStore
         if codec is not None:
-            self.segments = PackedStore(codec)
+            self.segments = PackedStore(codec) if offloader is None else OffloadedPackedStore(codec, offloader)
+        elif pool is not None:
+            self.segments = PagedSegment(pool, layer_idx)
+        elif offloader is not None:
+            self.segments = OffloadedStore(offloader)
         else:
             self.segments = Ragged() if policy.ragged else Chain()
         self.is_initialized = False
@@ -109,6 +133,7 @@ class KVLayer(CacheLayerMixin):
         self._has_empty = False  # some row may be padding or an empty slot
         self._padding: torch.Tensor | None = None  # [B] padding tokens at the start of each batch row
         self._batch = -1
+        self._fitting: tuple[int, int, int] | None = None  # sizes that were found to fit the rows held
         self.is_initialized = False
 
     # ------------------------------------------------------------------ state that transformers asks for
@@ -158,12 +183,14 @@ class KVLayer(CacheLayerMixin):
         return self.segments.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.full_width or self._reads_in_order:
-            return self._seen + query_length, 0
-        kept = self.kept
-        if kept > self._seen:  # packed slots that short rows of a padded batch leave empty
-            return self._seen + query_length, 0
-        return kept + query_length, self._seen - kept
+        return self.mask_sizes(self.kept, self._seen, query_length)
+
+    def mask_sizes(self, kept: int, seen: int, query_length: int) -> tuple[int, int]:
+        """Width and offset of a mask for `query_length` tokens after `seen`, of which `kept` rows are held."""
+        # More rows than tokens: packed slots that short rows of a padded batch leave empty.
+        if self.full_width or self._reads_in_order or kept > seen:
+            return seen + query_length, 0
+        return kept + query_length, seen - kept
 
     @property
     def nbytes(self) -> int:
@@ -199,15 +226,16 @@ class KVLayer(CacheLayerMixin):
                 self.record_past = False
                 step = replace(step, prompt=step.new > 1)
             self._apply(step)
+        if isinstance(self.segments, OffloadedStore):
+            self.segments.leave(trained=not torch.is_grad_enabled())
         self._compress()  # what a rollback could have reached until now
         self._check(key_states, value_states)
         new = key_states.shape[2]
         if not self.is_initialized:
-            self._batch = key_states.shape[0]
-            self.is_initialized = True
+            self._begin(key_states.shape[0])
         held = self.segments.length
-        index = torch.arange(self._seen, self._seen + new, dtype=torch.int32, device=key_states.device)
-        positions = index.expand(self._batch, 1, new)
+        indices = _new_indices if torch.is_grad_enabled() else _indices
+        positions = indices(self._seen, new, self._batch, key_states.device)
         scores = None
         if self.policy.uses_scores:
             scores = torch.zeros(key_states.shape[:3], dtype=torch.float32, device=key_states.device)
@@ -217,25 +245,42 @@ class KVLayer(CacheLayerMixin):
         written = held > 0
         if written:
             self.segments.append(rows)
-        self.pending = Pending(rows, self._seen, held, written)
+        self.pending = Pending(rows, self._seen, held, written, readers=self.followers)
         self._seen += new
+        return self.handles(self.pending)
+
+    def handles(self, pending: Pending) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a model layer is given for the keys and values of an open step."""
         if not self.attached:
             return self.materialize("keys"), self.materialize("values")
+        rows = pending.rows
         # T5 takes the width of its position bias from the keys themselves.
-        total = self._seen if self.full_width or self._reads_in_order else held + new
-        return KVView(self, "keys", key_states, total), KVView(self, "values", value_states, total)
+        total = self._seen if self.full_width or self._reads_in_order else pending.held + rows.length
+        return KVView(self, "keys", rows.keys, total), KVView(self, "values", rows.values, total)
+
+    def _begin(self, batch: int) -> None:
+        """Take the batch size from the first tokens. Rows of a shared prefix are for as many batch rows as come."""
+        if batch > 1 and not self.segments.is_empty:
+            self.segments.batch_map(lambda t: t.repeat_interleave(batch, dim=0))
+        self._batch = batch
+        self.is_initialized = True
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not self.is_initialized or self.segments.is_empty:
+        if self.segments.is_empty:
             return
-        if keys.shape[0] != self._batch:
+        batch, heads, _, dim = keys.shape
+        if self.is_initialized and batch != self._batch:
             raise ValueError(
-                f"the cache holds a batch of {self._batch} but was given {keys.shape[0]}: call `cache.reset()` for a "
+                f"the cache holds a batch of {self._batch} but was given {batch}: call `cache.reset()` for a "
                 "new batch, or `cache.batch_repeat_interleave(n)` / `cache.batch_select_indices(...)` to change it"
             )
+        given = (heads, dim, values.shape[3])
+        if given == self._fitting:
+            return
         held = self.segments.shape[1:]
-        given = (keys.shape[1], keys.shape[3], values.shape[3])
-        if held != given:
+        if held == given:
+            self._fitting = given
+        else:
             raise ValueError(
                 f"layer {self.layer_idx} holds (kv heads, key size, value size) = {held} but was given {given}: this "
                 "cache belongs to another model; make a new one or call `cache.reset()`"
@@ -259,6 +304,11 @@ class KVLayer(CacheLayerMixin):
         """Whether the rows to attend over lie in more than one segment."""
         return isinstance(self.segments, Chain) and bool(self.segments.sealed) and len(self.parts) > 1
 
+    @property
+    def is_shared_by_rows(self) -> bool:
+        """Whether some of those segments hold one batch row that stands for several."""
+        return self.is_sealed and any(part.keys.shape[0] != self._batch for part in self.parts)
+
     def seal(self) -> None:
         """Make the rows held so far read-only, to be shared by copies of the cache.
 
@@ -267,7 +317,26 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self.policy.drops or self.is_sliding or isinstance(self.segments, Ragged):
             raise ValueError(f"{self.technique} drops tokens, so its rows cannot be shared read-only")
-        self.segments.seal()
+        if not isinstance(self.segments, Chain | PackedStore) or isinstance(self.segments, OffloadedPackedStore):
+            raise ValueError(
+                f"{self.technique}: rows of a pool or in host memory are not made read-only; copies of a cache with a "
+                "pool share them as they are"
+            )
+        self.segments = self.segments.seal()
+
+    def adopt(self, parts: list[Rows]) -> None:
+        """Begin, on an empty layer, with read-only rows `[1, H, N, D]` of the first tokens of every batch row."""
+        assert isinstance(self.segments, Chain) and not self._seen
+        self.segments.adopt(parts)
+        self._seen = self.segments.length
+        self._batch = 1
+
+    def free_batch(self) -> None:
+        """Let what one batch row holds stand for as many batch rows as the next tokens have."""
+        self.settle()
+        assert self._batch == 1 and self._padding is None
+        self.is_initialized = self.record_past = self._rolled_back = False
+        self._next_is_prompt = True
 
     @property
     def total(self) -> int:
@@ -307,7 +376,8 @@ class KVLayer(CacheLayerMixin):
                 "and cannot be told which tokens are left: use KVCache, which keeps every token."
             )
         rows = self.current()
-        tensor = getattr(rows, which)
+        # What leaves this library must not lie in a buffer that another layer takes over.
+        tensor = rows.owned(which) if isinstance(rows, OffloadedRows) else getattr(rows, which)
         if self._reads_in_order:
             tensor = self._in_order(tensor, rows.positions)
         front = self.front() if self._packed else None
@@ -400,11 +470,20 @@ class KVLayer(CacheLayerMixin):
 
     def finish(self, step: Step) -> None:
         """End of a step: the policy looks, and unless a rollback may follow, drops."""
-        assert self.pending is not None
-        if self.shared:
-            self.pending.step = step  # the rest of the forward pass needs the rows: `settle` finishes it
+        pending = self.pending
+        assert pending is not None
+        if pending.step is not None:  # of a follower: its queries count like those of the layer itself
+            step = join(pending.step, step) if self.policy.needs_queries else pending.step
+        if self.shared or self._awaits_reader():
+            pending.step = step  # the rest of the forward pass needs the rows; at the latest `settle` finishes it
             return
         self._finish(step)
+
+    def _awaits_reader(self) -> bool:
+        """Whether a follower has still to attend over the rows of this step, once another reader is done with it."""
+        assert self.pending is not None
+        self.pending.readers -= 1
+        return self.pending.readers >= 0
 
     def _finish(self, step: Step) -> None:
         pending = self.pending
@@ -422,6 +501,8 @@ class KVLayer(CacheLayerMixin):
     def finish_unseen(self) -> None:
         """End of a step that the policy has nothing to do with: all its rows stay."""
         assert self.pending is not None
+        if self._awaits_reader():
+            return
         if not self.pending.written:
             self.segments.append(self.pending.rows)
         self.pending = None
@@ -433,6 +514,8 @@ class KVLayer(CacheLayerMixin):
     def _compress(self) -> None:
         """Pack what has left the exact window (see `PackedStore`)."""
         store = self.segments
+        if isinstance(store, OffloadedStore):
+            store.leave()
         if not isinstance(store, PackedStore) or not store.compress(self.policy.reserve):
             return
         if self._has_empty:
@@ -528,7 +611,7 @@ class KVLayer(CacheLayerMixin):
 
     def _no_rows(self, step: Step) -> Rows:
         rows = step.rows if self.pending is None else self.pending.rows
-        return rows.map(lambda t: t[:, :, :0].clone())
+        return rows.none()
 
     def _write(self, rows: Rows, chosen: Keep) -> None:
         if isinstance(self.segments, PackedStore):
@@ -606,10 +689,9 @@ class KVLayer(CacheLayerMixin):
         self._padding = padding
         self.policy.load_state(state["policy"])
         if not self.segments.is_empty:
-            rows = self.segments.rows
-            self._batch = rows.keys.shape[0]
+            self._batch = self.segments.shape[0]
             self.is_initialized = True
-            move = rows.keys.device
+            move = self.segments.positions.device
             self.policy.batch_map(lambda t: t.to(move))
 
     # ------------------------------------------------------------------ operations
@@ -679,8 +761,8 @@ class KVLayer(CacheLayerMixin):
         self.settle()
         if self._deferred is not None:
             self._apply(self._deferred)
-        if self.segments.is_empty:
-            return
+        if self.segments.is_empty or not self.is_initialized:
+            return  # nothing is held, or what will stand for any batch
         self.segments.batch_map(fn)
         self.policy.batch_map(fn)
         if self._padding is not None:
@@ -714,6 +796,46 @@ def queries_of(step: Step, start: int, stop: int) -> Step:
         visible=lambda a, b: step.visible(a + start, b + start),
         bias=lambda a, b: step.bias(a + start, b + start),
         probs=None,
+    )
+
+
+def join(first: Step, second: Step) -> Step:
+    """One step with the queries of two layers over the same rows: each KV head has the larger group."""
+    assert first.query is not None and second.query is not None
+    heads = first.keys.shape[1]
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Query heads `[B, Hq, ...]` of the two, those of a KV head side by side."""
+        return torch.cat([x.unflatten(1, (heads, -1)), y.unflatten(1, (heads, -1))], dim=2).flatten(1, 2)
+
+    def bias(start: int, stop: int) -> torch.Tensor | None:
+        pair = [(step.query, step.bias(start, stop)) for step in (first, second)]
+        if all(added is None for _, added in pair):
+            return None
+        wide = []
+        for query, added in pair:
+            assert query is not None
+            shape = (*query.shape[:2], stop - start, first.keys.shape[2])
+            wide.append((query.new_zeros(1) if added is None else added).expand(shape))
+        return both(*wide)
+
+    def visible(start: int, stop: int) -> torch.Tensor | None:
+        pair = first.visible(start, stop), second.visible(start, stop)
+        if pair[0] is None or pair[1] is None or pair[0].shape[1] in (1, heads):
+            return pair[0]
+        return both(pair[0], pair[1])  # a mask with one entry for each query head
+
+    ratio = second.extras.scaling / first.extras.scaling
+    sinks = (first.extras.sinks, second.extras.sinks)
+    joined = None if sinks[0] is None or sinks[1] is None else both(sinks[0][None], sinks[1][None])[0]
+    probs = None if first.probs is None or second.probs is None else both(first.probs, second.probs)
+    return replace(
+        first,
+        query=both(first.query, second.query if ratio == 1 else second.query * ratio),
+        visible=visible,
+        bias=bias,
+        extras=first.extras._replace(sinks=joined),
+        probs=probs,
     )
 
 

@@ -70,10 +70,11 @@ def save(cache: KVCache, path: str) -> None:
         tensors.update({f"{index}.{name}": tensor.detach().contiguous().cpu() for name, tensor in parts.items()})
     description = {
         "format_version": FORMAT_VERSION,
-        "technique": type(cache).__name__,
+        "technique": cache.stored_as,
         "policy": _policy_name(cache),
         "arguments": cache.arguments(),
         "codec": _described(cache.codec),
+        "sharing": _described_sharing(cache),
         "scope": cache.scope,
         "signature": list(cache.config_signature),
         "fingerprint": cache.fingerprint,
@@ -105,17 +106,34 @@ def load(path: str, model: PreTrainedModel) -> KVCache:
             "class of your own, make the cache and call `cache.load(path)`"
         )
     if (
-        kind in (KVCache, caches.QuantizedKIVICache)
+        kind in (KVCache, caches.QuantizedKIVICache, caches.CrossLayerSharedCache)
         and description["policy"] != f"{Policy.__module__}.{Policy.__qualname__}"
     ):
         raise ValueError(f"{path}: written with a policy of its own; make that cache first and call `cache.load(path)`")
     try:
-        parts = {} if kind is caches.QuantizedKIVICache else {"codec": _codec(path, description["codec"])}
+        parts: dict[str, Any] = {"sharing": _sharing(path, description.get("sharing"))}
+        if kind is not caches.QuantizedKIVICache:
+            parts["codec"] = _codec(path, description["codec"])
         cache = kind(model, **description["arguments"], **parts, scope=description["scope"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: its arguments do not make a {description['technique']}: {error}") from error
-    _fill(cache, path, description, tensors, _devices(model, len(cache.layers)))
+    _fill(cache, path, description, tensors, layer_devices(model, len(cache.layers)))
     return cache
+
+
+def _described_sharing(cache: KVCache) -> list[list[int]] | None:
+    """The map of layers as files name it: pairs (follower, source), because names in JSON are text."""
+    return None if cache.sharing is None else [list(pair) for pair in cache.sharing.items()]
+
+
+def _sharing(path: str, described: Any) -> dict[int, int] | None:
+    """The map of layers that a file names; the cache checks what is in it."""
+    if described is None:
+        return None
+    try:
+        return {follower: source for follower, source in described}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: its map of shared layers is malformed ({error})") from error
 
 
 def _described(codec: Codec | None) -> list[Any] | None:
@@ -142,8 +160,11 @@ def _codec(path: str, described: Any) -> Codec | None:
 def load_into(cache: KVCache, path: str) -> None:
     """Fill `cache` from the file, which must have been written by the same technique with the same arguments."""
     description, tensors = _read(path)
-    mine = (type(cache).__name__, _policy_name(cache), cache.arguments(), _described(cache.codec), cache.scope)
+    mine = (cache.stored_as, _policy_name(cache), cache.arguments(), _described(cache.codec), cache.scope)
     theirs = tuple(description[name] for name in ("technique", "policy", "arguments", "codec", "scope"))
+    theirs_shared, mine_shared = description.get("sharing"), _described_sharing(cache)  # older files have none
+    if theirs_shared != mine_shared:
+        raise ValueError(f"{path}: written by a cache with sharing={theirs_shared}, but this one has {mine_shared}")
     if mine != theirs:
         raise ValueError(f"{path}: written by {theirs}, but this cache is {mine}")
     _fill(cache, path, description, tensors, None)
@@ -323,6 +344,7 @@ _NATIVE = {
     "LinearAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "HybridKVLayer",
+    "FollowerLayer",
 }
 
 
@@ -380,7 +402,7 @@ def _set_native(layer: Any, state: dict[str, Any], parts: dict[str, torch.Tensor
         layer._sliding_window_tensor = layer._sliding_window_tensor.to(device)
 
 
-def _devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+def layer_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
     """The device of each layer of a model, which may be spread over several."""
     found: dict[int, torch.device] = {}
     for module in model.modules():

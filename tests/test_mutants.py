@@ -121,6 +121,32 @@ CODEC_MUTANTS = {
         "test_packed_rows_are and rotated3-llama-sdpa-1",
     ),
 }
+SHARING_MUTANTS = {
+    "a source drops before its followers have read": (
+        "layer.py",
+        "        return self.pending.readers >= 0\n",
+        "        return False\n",
+        "test_what_is_dropped and h2o-pairs-sdpa",
+    ),
+    "only the source decides what is dropped": (
+        "layer.py",
+        "step = join(pending.step, step) if self.policy.needs_queries else pending.step",
+        "step = pending.step",
+        "test_what_is_dropped and h2o-pairs-sdpa",
+    ),
+    "a follower reads the keys that the model computed for it": (
+        "sharing/follower.py",
+        "        return source.handles(pending)\n",
+        "        return key_states, value_states\n",
+        "test_logits_of_a_model and llama-sdpa-3",
+    ),
+    "a follower counts tokens it has not been given": (
+        "sharing/follower.py",
+        "        return self.source.get_seq_length() if pending is None else pending.start\n",
+        "        return self.source.get_seq_length()\n",
+        "test_a_follower_without_its_source",
+    ),
+}
 # On a model with absorbed attention.
 ABSORB_MUTANTS = {
     "the rotary part is left out": (
@@ -151,6 +177,12 @@ ABSORB_MUTANTS = {
 
 
 CATCHING = "tests/test_directed.py"
+# Which tests know of a mutant's subject, where those above do not.
+CATCHING_OF = {
+    **dict.fromkeys(CODEC_MUTANTS, "tests/contract/test_codecs.py"),
+    **dict.fromkeys(SHARING_MUTANTS, "tests/contract/test_sharing.py"),
+    **dict.fromkeys(ABSORB_MUTANTS, "tests/test_absorb.py"),
+}
 
 
 def run_tests(folder: Path, test: str, file: str = CATCHING) -> subprocess.CompletedProcess[str]:
@@ -187,16 +219,15 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *ABSORB_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS | ABSORB_MUTANTS)[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        catching = "tests/test_absorb.py" if name in ABSORB_MUTANTS else CATCHING
-        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else catching)
+        result = run_tests(tree, test, CATCHING_OF.get(name, CATCHING))
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

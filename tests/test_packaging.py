@@ -40,7 +40,15 @@ def run_elsewhere(code: str, folder: Path, *flags: str) -> subprocess.CompletedP
 def test_metadata(installed: importlib.metadata.Distribution) -> None:
     assert installed.metadata["Name"] == "hf-kvcache"
     assert installed.metadata["Requires-Python"] == ">=3.10"
-    assert set(installed.metadata.get_all("Provides-Extra")) == {"kernels", "train", "demo", "eval", "test", "all"}
+    assert set(installed.metadata.get_all("Provides-Extra")) == {
+        "kernels",
+        "prefix",
+        "train",
+        "demo",
+        "eval",
+        "test",
+        "all",
+    }
     required = {re.split(r"[ <>=;]", r)[0] for r in installed.requires or [] if "extra ==" not in r}
     assert required == {"torch", "transformers", "safetensors"}
 
@@ -79,7 +87,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("network used on import")
 socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "examples")!r}]
-import demo_model, quickstart
+import demo_model, prefix_questions, prefix_training, quickstart
 print("imported")
 """
     done = run_elsewhere(code, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -63,19 +64,85 @@ def test_a_whole_step(monkeypatch: pytest.MonkeyPatch, kind: type, bits: int, di
     keys, values = torch.randn(2, 2, 2, length, dim, generator=generator).bfloat16()
     store.append(Rows(keys + 3, values, torch.arange(length, dtype=torch.int32).expand(2, 1, length)))
     assert store.compress()
-    front, packed, tail = store.attended()
-    assert front is not None
     visible = torch.rand(2, 1, 1, length, generator=generator) > 0.3
     for queries, mask in ((1, None), (1, visible), (3, None)):
         query = torch.randn(2, 6, queries, dim, generator=generator).bfloat16()
-        step = (query, (front.keys, front.values), packed, (tail.keys, tail.values), Extras(dim**-0.5), mask)
-        ours = decode_attention(*step).output
-        with monkeypatch.context() as patch:
-            patch.setattr(cpu, "supports", lambda *_: False)
-            plain = decode_attention(*step).output
-        near(ours.float(), plain.float())
+        ours, plain = both_ways(store, query, monkeypatch, mask)
+        near(ours, plain)
+        front, packed, tail = store.attended()
+        assert front is not None and packed is not None
+        assert (packed.steady is not None) == (kind is Rotated and dim % (2 * packed.half) == 0)
+        step = (query, (front.keys, front.values), packed, tail, Extras(dim**-0.5), mask)
         block = decode_attention(*step, need_lse=True)  # the general way, where more is asked for
-        near(block.output.float(), plain.float())
+        near(block.output.float(), plain)
+
+
+def both_ways(
+    store: PackedStore, query: torch.Tensor, monkeypatch: pytest.MonkeyPatch, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the CPU's own functions, and by the reference."""
+    front, packed, tail = store.attended()
+    exact = None if front is None else (front.keys, front.values)
+    extras = Extras(query.shape[-1] ** -0.5)
+    ours = decode_attention(query, exact, packed, tail, extras, mask).output
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "supports", lambda *_: False)
+        # A copy of the store has nothing from earlier steps.
+        front, plain, tail = copy.deepcopy(store).attended()
+        exact = None if front is None else (front.keys, front.values)
+        return ours.float(), decode_attention(query, exact, plain, tail, extras, mask).output.float()
+
+
+@needs_product
+def test_what_is_kept_from_step_to_step_follows_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Rotated(4, num_sink_tokens=4, residual_length=20)
+    store = PackedStore(lambda keys, values: codec.for_layer(0, 1, keys, values))
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(start: int, count: int) -> Rows:
+        keys, values = torch.randn(2, 2, 2, count, 64, generator=generator).bfloat16()
+        index = torch.arange(start, start + count, dtype=torch.int32)
+        return Rows(keys, values, index.expand(2, 1, count))
+
+    def grow(start: int, count: int) -> None:
+        for token in range(start, start + count):
+            store.append(rows(token, 1))
+            store.compress()
+
+    def keep_some() -> None:
+        every = store.rows
+        index = torch.randperm(every.length, generator=generator)[:180].sort().values.expand(2, 2, -1)
+        store.select(every, index, None, 8)
+        store.compress()
+
+    def overwrite() -> None:
+        store.append(rows(500, 1))
+        store.overwrite(torch.tensor([[40, 41], [42, 43]])[..., None])
+
+    store.append(rows(0, 333))
+    assert store.compress()
+    changes = (
+        lambda: None,
+        lambda: grow(333, 40),
+        lambda: store.batch_map(lambda t: t.flip(0)),
+        lambda: store.crop(200, 173),
+        lambda: grow(173, 70),
+        keep_some,
+        overwrite,
+        lambda: store.expire(60, only_packed=True),
+        lambda: store.batch_map(lambda t: t.repeat_interleave(2, 0)),
+    )
+
+    for change in changes:
+        change()
+        batch = store.shape[0]
+        query = torch.randn(batch, 6, 1, 64, generator=generator).bfloat16()
+        visible = (store.positions != -1)[:, :, None]
+        for _ in range(2):
+            ours, plain = both_ways(store, query, monkeypatch, visible)
+            near(ours, plain)
+
+    assert store.attended()[1].steady is not None
 
 
 def test_a_step_that_needs_gradients_is_differentiated() -> None:

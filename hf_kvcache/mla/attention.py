@@ -171,12 +171,17 @@ def _parts(layer: KVLayer, store: Any) -> list[Part]:
         rows = layer.current()
         parts = [(rows.keys, rows.values)]
     elif isinstance(store, PackedStore):
+        store = store.flat()
         front, packed, tail = store.attended()
         parts = [] if front is None else [(front.keys, front.values)]
-        parts += [] if packed is None else [packed]
-        parts.append((tail.keys, tail.values))
+        parts += [] if packed is None else [packed.linear()]
+        parts.append(tail)
     else:
-        parts = [(rows.keys, rows.values) for rows in layer.parts]
+        # Sealed rows of one batch row stand for all of them.
+        batch = store.shape[0]
+        parts = []
+        for rows in layer.parts:
+            parts.append((rows.keys.expand(batch, -1, -1, -1), rows.values.expand(batch, -1, -1, -1)))
     moved = layer.front()
     if moved is not None:
         which, sinks = moved

@@ -186,13 +186,13 @@ def _unfold(packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 # A step of an 8-bit scale: 1/24 of an octave, in units of the last place of a float32.
-_SCALE_STEP = 2**23 // 24
+SCALE_STEP = 2**23 // 24
 
 
 def log_scale(scale: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Scales as uint8: how many steps below `base` (broadcastable). 24 steps halve it, evenly within each octave."""
     below = base.float().view(torch.int32) - scale.float().view(torch.int32)
-    return (below.double() / _SCALE_STEP).round().clamp(0, 255).to(torch.uint8)
+    return (below.double() / SCALE_STEP).round().clamp(0, 255).to(torch.uint8)
 
 
 def linear_scale(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def linear_scale(code: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
     `base` is float32, and must be positive also where no row is held.
     """
-    scale = torch.sub(base.view(torch.int32), code, alpha=_SCALE_STEP).view(torch.float32)
+    scale = torch.sub(base.view(torch.int32), code, alpha=SCALE_STEP).view(torch.float32)
     return scale.half() if scale.is_cuda else scale
 
 

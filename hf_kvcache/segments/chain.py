@@ -14,11 +14,15 @@ class Chain:
 
     Most layers have the tail alone. `seal` closes it and starts a new one; from then on a copy of the cache shares the
     sealed rows instead of copying them, and attention over the layer is the merge of attention over its segments.
+
+    A sealed segment may hold one batch row where the tail has many: it then stands for all of them, and stays as it is
+    whatever happens to the batch.
     """
 
     def __init__(self) -> None:
         self.sealed: list[DenseSegment] = []
         self.tail = DenseSegment()
+        self.batch = 0
 
     @property
     def length(self) -> int:
@@ -30,13 +34,16 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments; a sealed one that copies share counts in each of them."""
-        return sum(segment.nbytes for segment in self.sealed) + self.tail.nbytes
+        """Bytes of all segments; a sealed one that copies share counts in each of them (once, also if it was split)."""
+        held: dict[int, int] = {}
+        for segment in self.sealed:
+            held |= segment.storages()
+        return sum(held.values()) + self.tail.nbytes
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(batch, KV heads, key size, value size)."""
-        return (self.sealed[0] if self.sealed else self.tail).shape
+        return self.batch, *(self.sealed[0] if self.sealed else self.tail).shape[1:]
 
     @property
     def element_size(self) -> int:
@@ -45,33 +52,46 @@ class Chain:
     @property
     def positions(self) -> torch.Tensor:
         """`[B, H|1, N]` positions of all rows."""
-        parts = [part.positions for part in self.parts]
+        batch = self.shape[0]
+        parts = [part.positions.expand(batch, -1, -1) for part in self.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     @property
     def parts(self) -> list[Rows]:
-        """The rows of each segment that holds any, oldest first."""
+        """The rows of each segment that holds any, oldest first; those of a sealed one may be of one batch row."""
         return [segment.rows for segment in (*self.sealed, self.tail) if not segment.is_empty]
 
     @property
     def rows(self) -> Rows:
         """All rows in order: views of the buffers for one segment, a copy for several."""
         parts = self.parts
+        if not parts:
+            return self.tail.rows
+        batch = self.shape[0]
+        if any(part.keys.shape[0] != batch for part in parts):
+            parts = [part.map(lambda t: t.expand(batch, *t.shape[1:])) for part in parts]
         if len(parts) < 2:
-            return parts[0] if parts else self.tail.rows
+            return parts[0]
         tables = [part.tensors() for part in parts]
         return Rows(**{name: torch.cat([table[name] for table in tables], dim=2) for name in tables[0]})
 
-    def seal(self) -> None:
+    def seal(self) -> Chain:
         if not self.tail.is_empty:
             self.sealed.append(self.tail)
             self.tail = DenseSegment()
+        return self
+
+    def adopt(self, parts: list[Rows]) -> None:
+        """Begin with these read-only rows, which belong to somebody else too."""
+        self.clear()
+        self.sealed, self.batch = [DenseSegment.of(rows) for rows in parts], 1
 
     def append(self, rows: Rows) -> None:
+        self.batch = rows.keys.shape[0]
         self.tail.append(rows)
 
     def replace(self, rows: Rows, reserve: int = 0) -> None:
-        self.sealed = []
+        self.sealed, self.batch = [], rows.keys.shape[0]
         self.tail.replace(rows, reserve)
 
     def overwrite(self, slot: torch.Tensor) -> None:
@@ -94,17 +114,19 @@ class Chain:
             n -= last.length
 
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.sealed = [segment.mapped(fn) for segment in self.sealed]
+        # One batch row that stands for all of them does so for any choice of them.
+        self.sealed = [segment if segment.shape[0] == 1 else segment.mapped(fn) for segment in self.sealed]
         self.tail.batch_map(fn)
+        self.batch = fn(torch.arange(self.batch)).shape[0]
 
     def clear(self) -> None:
-        self.sealed = []
+        self.sealed, self.batch = [], 0
         self.tail.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Chain:
         from copy import deepcopy
 
         twin = Chain()
-        twin.sealed = list(self.sealed)
+        twin.sealed, twin.batch = list(self.sealed), self.batch
         twin.tail = deepcopy(self.tail, memo)
         return twin

@@ -51,6 +51,10 @@ class Rows:
     def length(self) -> int:
         return self.keys.shape[2]
 
+    def none(self) -> Rows:
+        """A table of the same kind without rows."""
+        return self.map(lambda t: t[:, :, :0].clone())
+
     def __deepcopy__(self, memo: dict[int, object]) -> Rows:
         # Non-leaf tensors of a training step have no deepcopy of their own.
         return self.map(lambda t: t.detach().clone())
@@ -82,11 +86,24 @@ class DenseSegment:
         self.length = 0
         self._step: int | None = None  # rows to grow by, once a policy has decided how many there should be
 
+    @classmethod
+    def of(cls, rows: Rows) -> DenseSegment:
+        """A segment of these very tensors, which are not to be written."""
+        segment = cls()
+        segment._table, segment.length = rows, rows.length
+        return segment
+
     @property
     def rows(self) -> Rows:
         """The rows held, as views of the buffers."""
         assert self._table is not None
         return self._table.map(lambda t: t[:, :, : self.length])
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values held, as views of the buffers."""
+        assert self._table is not None
+        return self._table.keys.narrow(2, 0, self.length), self._table.values.narrow(2, 0, self.length)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -112,9 +129,11 @@ class DenseSegment:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, slack included."""
-        if self._table is None:
-            return 0
-        return sum(t.untyped_storage().nbytes() for t in self._table.tensors().values())
+        return sum(self.storages().values())
+
+    def storages(self) -> dict[int, int]:
+        """Address and bytes of each buffer."""
+        return storages_of([] if self._table is None else list(self._table.tensors().values()))
 
     def append(self, rows: Rows) -> None:
         """Write rows after the last one; grow the buffers where they are full."""
@@ -133,11 +152,10 @@ class DenseSegment:
             # Written under `torch.inference_mode`, such buffers cannot be written outside of it.
             self._reallocate(self._table.length)
         assert self._table is not None
-        stop = self.length + n
         held = self._table.tensors()
         for name, tensor in rows.tensors().items():
-            held[name][:, :, self.length : stop].copy_(tensor)
-        self.length = stop
+            held[name].narrow(2, self.length, n).copy_(tensor)
+        self.length += n
 
     def _append_in_graph(self, rows: Rows) -> None:
         # A training step may still need the old buffer, so nothing is written into it.
@@ -227,6 +245,12 @@ class DenseSegment:
             self.widen_positions()
         elif mine > theirs:
             rows.positions = rows.positions.expand(-1, mine, -1)
+
+
+def storages_of(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of the storage of each tensor; what several of them share is there once."""
+    held = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
 
 
 def _in_graph(rows: Rows) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.decode_attention import PackedRows
+from ..ops.decode_attention.cpu import Steady
 from ..ops.packed import Packed
 from ..ops.quantize_pack import quantize_pack
 from .dense import EMPTY, DenseSegment, Rows
@@ -64,6 +65,8 @@ class PackedStore:
     attention as they lie. Bytes: `LayerCodec.packed_bytes`, the exact rows, and 4 for the position of each row.
     """
 
+    staged = False  # whether packed rows are handed out in buffers that other layers use too
+
     def __init__(self, make: Callable[[int, int], LayerCodec]) -> None:
         self.make = make  # (key size, value size) -> the codec of this layer
         self._codec: LayerCodec | None = None
@@ -87,6 +90,10 @@ class PackedStore:
         self.begun: list[int] = []  # 1 where a batch row has statistics, from the first rows that it packed
         self.is_ragged = False  # some row of the tail may be empty, or out of order
         self._turns: dict[tuple[str, torch.device], torch.Tensor] = {}
+        # What attention was handed last, and the slots and buffers that it is made of.
+        self._attended: tuple[int, tuple[Any, ...], PackedRows] | None = None
+        # Whether some buffer may have been made under `torch.inference_mode`.
+        self._frozen = torch.is_inference_mode_enabled()
 
     # ------------------------------------------------------------------ what it holds
 
@@ -102,6 +109,16 @@ class PackedStore:
     @property
     def has_packed(self) -> bool:
         return self.slots > 0
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether some rows are not in the tail."""
+        return self.has_packed or self.front is not None
+
+    @property
+    def packs(self) -> bool:
+        """Whether some rows are packed."""
+        return self.has_packed
 
     @property
     def has_holes(self) -> bool:
@@ -188,8 +205,8 @@ class PackedStore:
         """All keys or values `[B, H, N, D]` as full numbers."""
         parts = [] if self.front is None else [getattr(self.front, which)]
         tail = getattr(self.tail.rows, which)
-        side = self.keys if which == "keys" else self.values
-        if side is not None and self.has_packed:
+        if self.has_packed:
+            side = self._sides()[("keys", "values").index(which)]
             parts.append(self._undo(which, side.decoded(self.slots)).to(tail.dtype))
         return torch.cat([*parts, tail], dim=2)
 
@@ -219,23 +236,43 @@ class PackedStore:
             turn = self._turns.setdefault((which, device), turn.to(device))
         return turn
 
-    def attended(self) -> tuple[Rows | None, PackedRows | None, Rows]:
-        """Front, packed rows and tail, as attention takes them."""
-        if not self.has_packed:
-            return self.front, None, self.tail.rows
+    def attended(self) -> tuple[Rows | None, PackedRows | None, tuple[torch.Tensor, torch.Tensor]]:
+        """Front, packed rows, and the keys and values of the tail, as attention takes them."""
+        slots = self.slots
+        if not slots:
+            return self.front, None, self.tail.pair
+        keys, values = self._sides()
+        assert keys.packed is not None and values.packed is not None
+        made_of = (keys.packed, values.packed, keys.base, values.base, self.mean)
+        if self._attended is None or self._attended[0] != slots or not _same(self._attended[1], made_of):
+            packed = PackedRows(
+                keys.packed,
+                values.packed,
+                keys.fmt,
+                values.fmt,
+                slots,
+                keys.half,
+                self._turn("keys"),
+                key_mean=self.mean,
+                value_turn=self._turn("values"),
+                key_base=keys.base,
+                value_base=values.base,
+            )
+            steady = Steady.of(packed, keys.dim, values.dim, self.tail.pair[0].dtype)
+            packed = packed._replace(steady=steady)
+            if not self.staged:
+                self._attended = (slots, made_of, packed)
+            return self.front, packed, self.tail.pair
+        return self.front, self._attended[2], self.tail.pair
+
+    def _sides(self) -> tuple[Side, Side]:
+        """Packed keys and values, where they are to be read."""
         assert self.keys is not None and self.values is not None
-        packed = PackedRows(
-            self.keys.rows(self.slots),
-            self.values.rows(self.slots),
-            self.keys.fmt,
-            self.values.fmt,
-            self.slots,
-            self.keys.half,
-            self._turn("keys"),
-            key_mean=self.mean,
-            value_turn=self._turn("values"),
-        )
-        return self.front, packed, self.tail.rows
+        return self.keys, self.values
+
+    def _new_side(self, role: str, dim: int, device: torch.device) -> Side:
+        fmt = self.codec.key_format if role == "keys" else self.codec.value_format
+        return Side(fmt, role, half_for(device), dim)
 
     # ------------------------------------------------------------------ writing
 
@@ -247,12 +284,15 @@ class PackedStore:
         self._thaw()
         self.tail.append(rows)
 
+    def _note_mode(self) -> None:
+        """Remember that buffers may be made under `torch.inference_mode` now (asking each of them takes longer)."""
+        self._frozen = self._frozen or torch.is_inference_mode_enabled()
+
     def _thaw(self) -> None:
         """Copy what was packed under `torch.inference_mode`, which cannot be written or trained on outside of it."""
-        held = self._tensors()
-        if torch.is_inference_mode_enabled() or not held or not any(t.is_inference() for t in held):
-            return
-        self.batch_map(torch.clone, lists=False)
+        if self._frozen and not torch.is_inference_mode_enabled():
+            self._frozen = False
+            self.batch_map(torch.clone, lists=False)
 
     def replace(self, rows: Rows, reserve: int = 0) -> None:
         """Hold exactly `rows`, none of them packed yet."""
@@ -280,9 +320,10 @@ class PackedStore:
 
         `reserve` is the least number of free rows that the tail is left with.
         """
-        if self.tail.is_empty:
-            return False
-        c, missing = self.codec, [self.codec.num_sink_tokens - have for have in self.fronts]
+        c = self._codec
+        if c is None or self.tail.length < c.residual_length + c.block:
+            return False  # most steps end here
+        missing = [c.num_sink_tokens - have for have in self.fronts]
         if self.tail.length - c.residual_length - min(missing) < c.block:
             return False
         rows = self.tail.rows
@@ -331,12 +372,12 @@ class PackedStore:
 
     def reserve(self, rows: Rows, slots: int) -> None:
         """Room for `slots` slots in every table of packed rows."""
+        self._note_mode()
         batch, heads = rows.keys.shape[:2]
         device = rows.keys.device
         if self.keys is None or self.values is None:
-            half = half_for(device)
-            self.keys = Side(self.codec.key_format, "keys", half, rows.keys.shape[-1])
-            self.values = Side(self.codec.value_format, "values", half, rows.values.shape[-1])
+            self.keys = self._new_side("keys", rows.keys.shape[-1], device)
+            self.values = self._new_side("values", rows.values.shape[-1], device)
         tiles = self.keys.tiles
         if slots > tiles * 2 * self.keys.half:
             tiles = tiles_for(slots, self.keys.half)
@@ -351,6 +392,7 @@ class PackedStore:
 
     def _to_front(self, part: slice | torch.Tensor, rows: Rows, start: int, have: int, count: int) -> None:
         """Move `count` first rows of some batch rows to the front, behind the `have` that are there."""
+        self._note_mode()
         if self.front is None:
             total, batch = self.codec.num_sink_tokens, len(self.used)
 
@@ -408,6 +450,7 @@ class PackedStore:
         Rows of a codec that is `per_token` move as they are; others are decoded, and coded again when they leave the
         exact window.
         """
+        self._note_mode()
         positions = (
             rows.positions.gather(-1, index.expand(-1, max(rows.positions.shape[1], index.shape[1]), -1))
             if rows.positions.shape[1] >= index.shape[1]
@@ -539,6 +582,7 @@ class PackedStore:
 
     def _widen(self, heads: int) -> None:
         """Give every head positions of its own."""
+        self._note_mode()
         if self.slot_positions is not None and self.slot_positions.shape[1] != heads:
             self.slot_positions = self.slot_positions.expand(-1, heads, -1).contiguous()
         if self.front is not None and self.front.positions.shape[1] != heads:
@@ -586,6 +630,7 @@ class PackedStore:
 
     def _sweep(self) -> None:
         """Free whole tiles of packed slots that are empty, and empty rows of the tail."""
+        self._note_mode()
         if self.has_packed and self.keys is not None and self.values is not None and self.slot_positions is not None:
             unit = math.lcm(2 * self.keys.half, self.codec.block)
             held = (self.slot_positions[:, :, : self.slots] != EMPTY).any(1).any(0)
@@ -657,6 +702,7 @@ class PackedStore:
 
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor], lists: bool = True) -> None:
         """Apply `fn` to every tensor, and (`lists`) to the numbers of each batch row."""
+        self._note_mode()
         self.tail.batch_map(fn)
         self.front = None if self.front is None else self.front.map(fn)
         for side in (self.keys, self.values):
@@ -676,7 +722,8 @@ class PackedStore:
         for name, value in vars(self).items():
             # The codec never changes, and its matrices are the same for everyone.
             shared = name in ("make", "_codec", "_turns")
-            setattr(twin, name, value if shared else copy.deepcopy(value, memo))
+            if name != "_attended":
+                setattr(twin, name, value if shared else copy.deepcopy(value, memo))
         return twin
 
     def due(self, new: int) -> list[int]:
@@ -688,7 +735,7 @@ class PackedStore:
 
     def as_of(self, later: int) -> PackedStore:
         """A copy that packed what was due before its newest `later` tokens came."""
-        twin = copy.deepcopy(self)
+        twin = self._twin()
         rows = twin.tail.rows
         newest = rows.map(lambda t: t[:, :, rows.length - later :].clone())
         twin.tail.crop(later)
@@ -696,8 +743,18 @@ class PackedStore:
         twin.tail.append(newest)
         return twin
 
-    def seal(self) -> None:
-        raise ValueError("rows of a codec cannot be made read-only; seal a cache without a codec")
+    def _twin(self) -> PackedStore:
+        return copy.deepcopy(self)
+
+    def seal(self) -> PackedStore:
+        """This store with everything but its tail read-only, for copies to share."""
+        from .sealed import PackedChain
+
+        return PackedChain.of(self)
+
+    def flat(self) -> PackedStore:
+        """A store that holds all rows itself."""
+        return self
 
 
 def grown(
@@ -707,6 +764,11 @@ def grown(
     if old is not None:
         new[:, :, : old.shape[2]] = old
     return new
+
+
+def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
+    """Whether two tuples hold the same objects."""
+    return all(this is that for this, that in zip(these, those, strict=True))
 
 
 def _put(table: torch.Tensor, at: torch.Tensor, value: torch.Tensor, where: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from .packed import PackedStore, grown
 
 def state_of(store: PackedStore) -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
     """JSON-able state and tensors, without slack. The state is None while nothing is packed."""
+    store = store.flat()
     parts = dict(store.tail.rows.tensors())
     if not store.has_packed and store.front is None:
         return None, parts

@@ -27,7 +27,16 @@ from transformers import (
     Qwen2Config,
 )
 
-from hf_kvcache import HeavyHitterCache, KVCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache, enable_absorb
+from hf_kvcache import (
+    BlockPool,
+    CPUOffloadedCache,
+    HeavyHitterCache,
+    KVCache,
+    QuantizedKIVICache,
+    SlidingWindowCache,
+    SnapKVCache,
+    enable_absorb,
+)
 
 VOCABULARY = 96
 WINDOW = 8  # the models' own sliding window
@@ -147,10 +156,22 @@ def scope_of(case: str) -> dict[str, str]:
 
 
 Make = Callable[..., KVCache]
+POOL = BlockPool(3)  # all paged caches of these tests draw from it; small blocks have many ends
 
 # label -> (cache with room for every token of these tests, cache that has to drop)
 _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] = {
     "kv": (KVCache, {}, None),
+    # Pages leave after a few tokens in both.
+    "offload_fetch": (
+        CPUOffloadedCache,
+        dict(resident_length=4, page=4, attend="fetch"),
+        dict(resident_length=1, page=2, attend="fetch"),
+    ),
+    "offload_compute": (
+        CPUOffloadedCache,
+        dict(resident_length=4, page=4),
+        dict(resident_length=1, page=2),
+    ),
     "window": (
         SlidingWindowCache,
         dict(window_length=120, num_sink_tokens=2),
@@ -184,6 +205,7 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
     "h2o": (HeavyHitterCache, dict(heavy_size=60, recent_size=60), dict(heavy_size=4, recent_size=4)),
     # Nothing is packed at these lengths; `test_codecs.py` has longer ones.
     "kivi": (QuantizedKIVICache, dict(nbits=4), dict(nbits=4, residual_length=4, num_sink_tokens=2)),
+    "paged": (KVCache, dict(pool=POOL), None),
     # Ratios are of the prompt: all of it fits, the generated tokens do not.
     "h2o_ratio": (
         HeavyHitterCache,
@@ -192,20 +214,25 @@ _CACHES: dict[str, tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]] 
     ),
 }
 CACHES = tuple(_CACHES)
-KEEPING = ("kv", "kivi")
+KEEPING = ("kv", "kivi", "paged", "offload_fetch", "offload_compute")
 EVICTING = tuple(label for label in CACHES if label not in KEEPING)
 LOSSLESS = tuple(label for label in CACHES if label != "h2o_ratio")
 
 
+def _parts(label: str, case: str) -> tuple[type[KVCache], dict[str, Any], dict[str, Any] | None]:
+    # Without a layer of full attention there is nothing to offload: refused, as `test_offload.py` holds.
+    return _CACHES["kv" if label.startswith("offload") and case == "mistral/all" else label]
+
+
 def roomy(label: str, model: PreTrainedModel, case: str = "") -> KVCache:
     """A cache with budgets no smaller than anything that these tests feed."""
-    kind, room, _ = _CACHES[label]
+    kind, room, _ = _parts(label, case)
     return kind(model, **room, **scope_of(case))
 
 
 def tight(label: str, model: PreTrainedModel, case: str = "", **changes: Any) -> KVCache:
     """A cache whose budgets are far below the prompt (the identity for "kv")."""
-    kind, room, small = _CACHES[label]
+    kind, room, small = _parts(label, case)
     return kind(model, **(small if small is not None else room) | changes, **scope_of(case))
 
 

@@ -106,10 +106,14 @@ class Snap(Rule):
 
 
 class DenseLlama:
-    """Feed token ids in blocks; each call returns the logits `[Q, V]` of the block."""
+    """Feed token ids in blocks; each call returns the logits `[Q, V]` of the block.
 
-    def __init__(self, rule: Rule) -> None:
-        model = stock_of("llama")
+    With `sharing`, a follower attends over the rows of its source, and the rule sees the attention of all readers.
+    """
+
+    def __init__(self, rule: Rule, model: Any = None, sharing: dict[int, int] | None = None) -> None:
+        model = stock_of("llama") if model is None else model
+        self.sharing = sharing or {}
         self.config = model.config
         self.weights: dict[str, torch.Tensor] = {k: v.double() for k, v in model.state_dict().items()}
         heads, dim = self.config.num_key_value_heads, self.config.head_dim
@@ -131,14 +135,19 @@ class DenseLlama:
     def __call__(self, ids: torch.Tensor, prompt: bool = False) -> torch.Tensor:
         w, c, new, start = self.weights, self.config, len(ids), self.seen
         x = w["model.embed_tokens.weight"][ids]
-        for i, layer in enumerate(self.layers):
+        ends: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # rows held before, attention of every reader
+        for i in range(len(self.layers)):
+            source = self.sharing.get(i, i)
+            layer = self.layers[source]
             p = f"model.layers.{i}."
             h = self._norm(x, p + "input_layernorm.weight")
             q, k, v = (
                 (h @ w[f"{p}self_attn.{n}_proj.weight"].T).view(new, -1, c.head_dim).transpose(0, 1) for n in "qkv"
             )
-            held = layer.alive.clone()  # attend, then drop: the step sees what was held when it began
-            layer.append(k, v)
+            if source == i:
+                ends[i] = layer.alive.clone(), []  # attend, then drop: the step sees what was held when it began
+                layer.append(k, v)
+            held, seen = ends[source]
             total = layer.keys.shape[1]
             visible = torch.cat([held, torch.ones(len(held), new, dtype=torch.bool)], 1)[:, None]
             visible = visible & (torch.arange(total) <= torch.arange(start, total)[:, None])
@@ -151,7 +160,9 @@ class DenseLlama:
             h = self._norm(x, p + "post_attention_layernorm.weight")
             gate, up = (h @ w[f"{p}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
             x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
-            self.rule.after(layer, i, probs.mean(1), prompt)
+            seen.append(probs)
+        for i, (_, seen) in ends.items():
+            self.rule.after(self.layers[i], i, torch.cat(seen, dim=1).mean(1), prompt)
         self.seen += new
         return self._norm(x, "model.norm.weight") @ w["lm_head.weight"].T
 

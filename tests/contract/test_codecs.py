@@ -689,12 +689,6 @@ def test_a_mean_of_two_widths_is_spread_over_the_layers():
     assert sorted(widths) == [3] * 6 + [4] * 2 and widths[0] == 4
 
 
-def test_sealing_packed_rows_is_refused():
-    model, cache, *_ = filled("kivi4")
-    with pytest.raises(ValueError, match="codec"):
-        cache.seal()
-
-
 def test_training_keeps_exact_rows():
     """A step that needs gradients is attended and kept in full precision."""
     model = model_of("llama")

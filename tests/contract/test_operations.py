@@ -117,7 +117,10 @@ def test_deepcopy_in_the_middle_of_recording(label, case):
         each.crop(-2)
     assert_same_state(cache, twin)
     rest = [feed(model, each, ids, mask, [1, 2], start=seen + 2) for each in (cache, twin)]
-    assert torch.equal(*rest)
+    if label == "paged":
+        assert_close(*rest)  # the twin's new blocks lie elsewhere, so sums are taken in another order
+    else:
+        assert torch.equal(*rest)
 
 
 @over_caches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ import torch
 from .. import gpu, native
 from ..attention import Block, Extras, finished_logits, log_sum_exp, probabilities
 from ..attention.cpu import batched_matmul
-from ..packed import Format, Packed
+from ..packed import Format, Packed, linear_scale
 from . import cpu, reference
 
 
@@ -26,6 +28,19 @@ class PackedRows(NamedTuple):
     key_scale: torch.Tensor | None = None  # [B, H, D]: ... of keys divided by this
     key_mean: torch.Tensor | None = None  # [B, H, D]: ... after this was taken away
     value_turn: torch.Tensor | None = None  # [Dv, Dv]: packed values are turned values, v @ value_turn
+    key_base: torch.Tensor | None = None  # [B, H, 1, 1]: scales are 8-bit logarithms under this (`ops.packed`)
+    value_base: torch.Tensor | None = None
+    steady: cpu.Steady | None = None  # what `cpu.attend` keeps from step to step
+
+    def linear(self) -> PackedRows:
+        """The same with scales that are numbers."""
+        if self.key_base is None and self.value_base is None:
+            return self
+        sides = []
+        for side, base in ((self.keys, self.key_base), (self.values, self.value_base)):
+            scale = side.scale if base is None else linear_scale(side.scale[:, :, : self.length], base)
+            sides.append(side._replace(scale=scale))
+        return self._replace(keys=sides[0], values=sides[1], key_base=None, value_base=None)
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
@@ -73,6 +88,13 @@ def decode_attention(
     need_lse: bool = False,
 ) -> Block:
     """Attention over all rows in one pass: front, packed, tail. Padding, windows and holes are in `visible`."""
+    if packed is not None:
+        steady = packed.steady
+        if steady is not None and not (need_probs or need_lse) and _is_plain(query, extras, visible, bias):
+            # Dozens of small operations: without version counters and view tracking each costs a little less.
+            with torch.inference_mode():
+                return Block(cpu.attend(query, _in_octaves(extras.scaling), front, steady, tail, visible), None, None)
+        packed = packed.linear()
     if gpu.takes(query) and not _needs_gradient(query):
         from . import triton as kernels
 
@@ -80,8 +102,6 @@ def decode_attention(
             return kernels.decode_attention(
                 query, front, packed, tail, extras, visible, bias, need_probs=need_probs, need_lse=need_lse
             )
-    if packed is not None and not (need_probs or need_lse) and _is_plain(query, packed, tail, extras, visible, bias):
-        return Block(_plain(query, front, packed, tail, extras, visible), None, None)
     b, hq, q_len, d = query.shape
     hk, value_dim = tail[0].shape[1], tail[1].shape[3]
     folded = query.reshape(b, hk, hq // hk * q_len, d)
@@ -127,58 +147,17 @@ def _packed_products(folded: torch.Tensor, packed: PackedRows, scaling: float, d
     return products
 
 
-def _is_plain(
-    query: torch.Tensor,
-    packed: PackedRows,
-    tail: tuple[torch.Tensor, torch.Tensor],
-    extras: Extras,
-    visible: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> bool:
+@lru_cache(maxsize=64)
+def _in_octaves(scaling: float) -> torch.Tensor:
+    """The scaling of logits to base 2, as a tensor that makes what it multiplies float32."""
+    return torch.tensor([scaling * math.log2(math.e)])
+
+
+def _is_plain(query: torch.Tensor, extras: Extras, visible: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     """Whether a step is one for `cpu.attend`."""
-    if _needs_gradient(query):
+    if query.dtype != torch.bfloat16 or bias is not None or _needs_gradient(query) or native.enabled():
         return False
-    if query.device.type != "cpu" or native.enabled() or bias is not None or extras.softcap is not None:
+    if extras.softcap is not None or extras.sinks is not None or extras.dropout:
         return False
-    if extras.sinks is not None or extras.dropout or packed.key_scale is not None:
-        return False
-    parts = (("keys", packed.key_format, query.shape[-1]), ("values", packed.value_format, tail[1].shape[-1]))
-    for role, fmt, dim in parts:
-        if fmt.kind != "symmetric" or fmt.group != dim:
-            return False
-        if not cpu.supports(fmt, role, dim, packed.half, query.dtype, query.device):
-            return False
     # Masks that differ by query head were made part of the bias; those of several queries are repeated for the group.
     return visible is None or query.shape[2] == 1
-
-
-def _plain(
-    query: torch.Tensor,
-    front: tuple[torch.Tensor, torch.Tensor] | None,
-    packed: PackedRows,
-    tail: tuple[torch.Tensor, torch.Tensor],
-    extras: Extras,
-    visible: torch.Tensor | None,
-) -> torch.Tensor:
-    b, hq, q_len, d = query.shape
-    hk = tail[0].shape[1]
-    # Dozens of small operations: without version counters and view tracking each costs a little less.
-    with torch.inference_mode():
-        folded = query.reshape(b, hk, hq // hk * q_len, d).float() * extras.scaling
-        turned = folded if packed.key_turn is None else torch.matmul(folded, packed.key_turn)
-        output = cpu.attend(
-            folded,
-            turned.to(query.dtype),
-            front,
-            packed.keys,
-            packed.values,
-            packed.key_format.bits,
-            packed.value_format.bits,
-            packed.length,
-            packed.half,
-            packed.key_mean,
-            packed.value_turn,
-            tail,
-            visible,
-        )
-    return output.to(query.dtype).view(b, hq, q_len, -1)
