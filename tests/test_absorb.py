@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Mistral4Config, Mistral4ForCausalLM
 
 from hf_kvcache import (
+    CPUOffloadedCache,
     HeavyHitterCache,
     KVCache,
     QuantizedKIVICache,
@@ -514,6 +515,30 @@ def test_policies_over_packed_latents(kind):
     assert all(cache.kv_layers[0].segments.has_packed for cache in caches)
     assert torch.equal(caches[0].kept_positions(0), caches[1].kept_positions(0))
     assert difference(logits[1], logits[0]) < 1e-5
+
+
+@pytest.mark.parametrize("codec", [None, "latent-4"])
+def test_caches_of_other_kinds(codec):
+    """Offloaded rows, and copies of a sealed prompt."""
+    stock, model = wide(layers=2), enable_absorb(wide(layers=2))
+    inputs = long_text(2)
+    blocks = [150, 1, 1, 1, 5, 1]
+    wanted = feed(stock, KVCache(stock, codec=codec), inputs, blocks)
+    away = CPUOffloadedCache(model, resident_length=16, codec=codec)
+    assert difference(feed(model, away, inputs, blocks), wanted) < 2e-4
+    cache = KVCache(model, codec=codec)
+    feed(model, cache, inputs, [150])
+    cache.seal()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    name = shrink.cache_argument(model)
+    for twin in (copy.deepcopy(cache), copy.deepcopy(cache)):
+        with torch.no_grad():
+            step = dict(attention_mask=mask[:, :151], position_ids=(mask.cumsum(-1) - 1)[:, 150:151])
+            last = model(ids[:, 150:151], **step, **{name: twin}).logits
+            again = KVCache(stock, codec=codec)
+            feed(stock, again, inputs, [150])
+            right = stock(ids[:, 150:151], **step, **{name: again}).logits
+        assert difference(last, right) < 2e-4
 
 
 # ---------------------------------------------------------------------- codecs and bytes

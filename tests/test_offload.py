@@ -383,14 +383,22 @@ REFUSED = {
         NotImplementedError,
         "adaptive_heads",
     ),
-    "top pages of codes": (lambda m: CPUOffloadedCache(m, top_pages=0.5, codec="rotated4"), NotImplementedError, "codec"),
+    "top pages of codes": (
+        lambda m: CPUOffloadedCache(m, top_pages=0.5, codec="rotated4"),
+        NotImplementedError,
+        "codec",
+    ),
     "top pages of a selection": (
         lambda m: CPUOffloadedCache(m, top_pages=0.5, policy=SnapKV(64)),
         NotImplementedError,
         "SnapKV",
     ),
     "top pages of a config": (lambda m: CPUOffloadedCache(m.config, top_pages=0.5), NotImplementedError, "the model"),
-    "compute with a config": (lambda m: CPUOffloadedCache(m.config, attend="compute"), NotImplementedError, "the model"),
+    "compute with a config": (
+        lambda m: CPUOffloadedCache(m.config, attend="compute"),
+        NotImplementedError,
+        "the model",
+    ),
     "windows alone": (lambda m: CPUOffloadedCache(model_of("mistral")), NotImplementedError, "no full-attention layer"),
     "latents": (
         lambda m: CPUOffloadedCache(model_of("deepseek_v3"), top_pages=0.5),

@@ -141,8 +141,10 @@ def _over_layer(
         weights.append(part_weights)
     output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
     probs = None if weights[0] is None else torch.cat([w for w in weights if w is not None], dim=2)
-    if not policy.drops and not layer.is_sliding:
+    if not policy.drops and not layer.is_sliding and not layer.shared:
         layer.finish_unseen()
+        return output, probs
+    if pending.step is not None and layer.shared:  # a later layer, with the rows of this one
         return output, probs
     step = Step(
         rows=layer.current(),

@@ -129,7 +129,8 @@ def _over_one(
 def _pages(part: Part, dtype: torch.dtype) -> Iterator[Page]:
     if not isinstance(part, PackedRows):
         latent, rope = part
-        yield Page(latent[:, 0].to(dtype), rope[:, 0].to(dtype), None, None)
+        if latent.shape[2]:
+            yield Page(latent[:, 0].to(dtype), rope[:, 0].to(dtype), None, None)
         return
     step = page_size(part.half, part.key_format, part.value_format)
     for start in range(0, part.length, step):
