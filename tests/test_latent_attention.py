@@ -138,6 +138,7 @@ CASES = [
     Case(packed=97, front=3, tail=6, batch=2, mask=True, bias=True, queries=3, heads=7),
     Case(packed=130, sinks=True, softcap=5.0, rope_bits=4, bits=8, turned=False),
     Case(packed=70, rank=192, rope=64, mean=False, heads=20),
+    Case(packed=64, front=2, tail=0),
     Case(tail=40, sinks=True, softcap=3.0, mask=True, heads=33, rank=96, rope=16),
 ]
 PAGED = [

@@ -7,6 +7,10 @@ import torch
 
 from hf_kvcache.ops.attention import Extras, attend, merge
 from hf_kvcache.ops.column_sums import column_sums, reference
+from hf_kvcache.ops.decode_attention import reference as packed_reference
+from hf_kvcache.ops.dequantize.reference import dequantize
+from hf_kvcache.ops.packed import Format
+from hf_kvcache.ops.quantize_pack.reference import quantize_pack
 from hf_kvcache.segments import DenseSegment, Rows, capacity_for
 
 B, HK, G, D = 2, 2, 3, 8
@@ -176,3 +180,16 @@ def test_overwrite_moves_the_whole_row() -> None:
                 expected = before[name][b, h].clone()
                 expected[slot[b, h, 0]] = before[name][b, h, 5]
                 assert torch.equal(tensor[b, h], expected[:5]), (name, b, h)
+
+
+@pytest.mark.parametrize("group", [32, 40, 96])
+def test_pages_hold_whole_groups_of_tokens(group):
+    """Beyond one page, where a group does not divide it."""
+    torch.manual_seed(0)
+    fmt = Format(4, "channel", group)
+    length = 2500 // group * group
+    rows, query = torch.randn(1, 1, length, 16), torch.randn(1, 1, 3, 16)
+    packed = quantize_pack(rows, fmt, "keys", 32)
+    decoded = dequantize(packed, fmt, "keys", 16, length, torch.float32)
+    ours = packed_reference.packed_logits(query, packed, fmt, length, 32)
+    assert torch.allclose(ours, query @ decoded.transpose(-1, -2), atol=1e-4)

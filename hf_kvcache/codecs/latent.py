@@ -11,7 +11,7 @@ class Latent(Rotated):
     """Turned codes with one scale for each row (see `Rotated`), of `nbits` bits for latents. Lossy beyond the window.
 
     A model with multi-head latent attention (MLA) caches one latent of `R` numbers for all heads, which is both key and
-    value, and one rotary part of `P` numbers, which decides alone what is near: so it is written more finely. Bytes per
+    value, and one rotary part of `P` numbers, which alone carries position: it is written more finely. Bytes per
     token and layer, beyond the exact window: `(R * nbits + P * rope_bits) / 8`, 2 for scales and 4 for the position;
     with 4 and 8 bits 326 of 1,152 in bfloat16 for R = 512 and P = 64.
 

@@ -61,6 +61,8 @@ class Absorbed:
             learns = query.requires_grad or key.requires_grad or value.requires_grad
             if learns or any(parameter.requires_grad for parameter in linear.parameters()):
                 return False
+        if query.shape[2] > 1:
+            halves_of(module, self.decoded)  # raises with the prompt, and not at the first step of decoding
         if isinstance(key, KVView):
             layer = key.layer
             if layer.pending is None or not isinstance(value, KVView) or layer.pending.rows.length != query.shape[2]:
@@ -139,8 +141,10 @@ def _over_layer(
         weights.append(part_weights)
     output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
     probs = None if weights[0] is None else torch.cat([w for w in weights if w is not None], dim=2)
-    if not policy.drops and not layer.is_sliding:
+    if not policy.drops and not layer.is_sliding and not layer.shared:
         layer.finish_unseen()
+        return output, probs
+    if pending.step is not None and layer.shared:  # a later layer, with the rows of this one
         return output, probs
     step = Step(
         rows=layer.current(),

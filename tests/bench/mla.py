@@ -3,8 +3,9 @@
 One attention module with random weights decodes token after token over a context that was put into its cache. Stock is
 `DynamicCache`, which expands the whole context to all heads; the others are this library's caches on a twin with the
 same weights and `enable_absorb`. All ways of one row are timed in turn, so that whatever else the machine does falls on
-all of them alike. Medians in milliseconds; `x` is the time of stock divided by that of the way. `attention` begins
-where the cache is written and ends before the output projection, `layer` is the whole module with its projections.
+all of them alike. Medians in milliseconds (or another quantile: a busy machine interrupts long calls more often than
+short ones); `x` is the time of stock divided by that of the way. `attention` begins where the cache is written and ends
+before the output projection, `layer` is the whole module with its projections.
 
     python tests/bench/mla.py --threads 1
     python tests/bench/mla.py --crossover      # which side of a longer step is faster, and which the library takes
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,15 +77,18 @@ class Step:
         return output, 1000 * attention, 1000 * whole
 
 
-def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, tuple[float, float]]:
+def interleaved(steps: dict[str, Step], repeats: int, quantile: float) -> dict[str, tuple[float, float]]:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     for _ in range(repeats):
         for name, step in steps.items():
             times[name].append(step()[1:])
-    median: Callable[[list[float]], float] = lambda values: sorted(values)[len(values) // 2]  # noqa: E731
-    return {name: (median([a for a, _ in all_]), median([w for _, w in all_])) for name, all_ in times.items()}
+
+    def middle(values: list[float]) -> float:
+        return sorted(values)[int(quantile * (len(values) - 1))]
+
+    return {name: (middle([a for a, _ in all_]), middle([w for _, w in all_])) for name, all_ in times.items()}
 
 
 @torch.no_grad()
@@ -101,7 +104,7 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
                 model = copy.deepcopy(twin)
                 steps[label] = Step(model, KVCache(model, codec=codec), args, tokens, 1, dtype)
             exact = steps["stock"]()[0]
-            times = interleaved(steps, args.repeats)
+            times = interleaved(steps, args.repeats, args.quantile)
             for label, step in steps.items():
                 attention, layer = times[label]
                 cache = step.cache
@@ -133,7 +136,7 @@ def crossover(args: argparse.Namespace) -> list[dict[str, Any]]:
                     mla_attention.is_cheaper = lambda *_, side=side: side
                     model = copy.deepcopy(twin)
                     step = Step(model, KVCache(model), args, tokens, new, dtype)
-                    times[label] = interleaved({label: step}, args.repeats)[label][0]
+                    times[label] = interleaved({label: step}, args.repeats, args.quantile)[label][0]
                 mla_attention.is_cheaper = chosen
                 module = twin.model.layers[0].self_attn
                 takes = "absorbed" if chosen(new, tokens + new, module) else "expanded"
@@ -156,6 +159,7 @@ def main() -> None:
     parser.add_argument("--value", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quantile", type=float, default=0.5)
     parser.add_argument("--json", help="a file, or - for standard output")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..dequantize import dequantize
 from ..packed import Format, Packed
 
 PAGE = 2048  # tokens that are full numbers at one time
+
+
+def page_size(half: int, *formats: Format) -> int:
+    """Tokens of a page: whole tiles, and whole groups of tokens that share a scale."""
+    unit = math.lcm(2 * half, *(fmt.group for fmt in formats if fmt.axis == "channel"))
+    return max(1, PAGE // unit) * unit
 
 
 def _page(packed: Packed, fmt: Format, role: str, start: int, stop: int, half: int) -> Packed:
@@ -23,8 +31,9 @@ def packed_logits(query: torch.Tensor, keys: Packed, fmt: Format, length: int, h
     """Products of queries `[B, H, M, D]` with the first `length` packed keys: float32 `[B, H, M, length]`."""
     dim = query.shape[-1]
     pages = []
-    for start in range(0, length, PAGE):
-        stop = min(start + PAGE, length)
+    size = page_size(half, fmt)
+    for start in range(0, length, size):
+        stop = min(start + size, length)
         page = _page(keys, fmt, "keys", start, stop, half)
         rows = dequantize(page, fmt, "keys", dim, stop - start, torch.float32)
         pages.append(torch.matmul(query.float(), rows.transpose(-1, -2)))
@@ -35,8 +44,9 @@ def packed_weighted(probs: torch.Tensor, values: Packed, fmt: Format, dim: int, 
     """Sums of packed values weighted by `probs` `[B, H, M, N]`: float32 `[B, H, M, dim]`."""
     length = probs.shape[-1]
     total = probs.new_zeros(*probs.shape[:3], dim, dtype=torch.float32)
-    for start in range(0, length, PAGE):
-        stop = min(start + PAGE, length)
+    size = page_size(half, fmt)
+    for start in range(0, length, size):
+        stop = min(start + size, length)
         page = _page(values, fmt, "values", start, stop, half)
         rows = dequantize(page, fmt, "values", dim, stop - start, torch.float32)
         total = total + torch.matmul(probs[..., start:stop].float(), rows)

@@ -6,7 +6,6 @@ coordinates that they were coded in: it is the queries that are turned, and the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from ..attention import Block, Extras, finished_logits
 from ..decode_attention import PackedRows
-from ..decode_attention.reference import PAGE, _page
+from ..decode_attention.reference import _page, page_size
 from ..dequantize import dequantize, levels
 from ..packed import Format, Packed, unpack_codes
 
@@ -45,6 +44,8 @@ def latent_attention(
     need_lse: bool = False,
 ) -> Block:
     """See `reference.latent_attention`."""
+    if len(parts) == 1 and not isinstance(parts[0], PackedRows) and extras.sinks is None and not need_lse:
+        return _over_one(q_latent, q_rope, parts[0], extras, visible, bias, need_probs)
     b, h, q, r = q_latent.shape
     dtype = q_latent.dtype
     plain = extras._replace(scaling=1.0)  # queries are scaled here: they are smaller than the logits
@@ -103,15 +104,35 @@ def latent_attention(
     return Block(output, lse.view(b, h, q) if need_lse else None, probs)
 
 
+def _over_one(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    part: tuple[torch.Tensor, torch.Tensor],
+    extras: Extras,
+    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    need_probs: bool,
+) -> Block:
+    """Exact rows in one place, as they mostly are: a few operations, since each costs as much as many rows."""
+    b, h, q, r = q_latent.shape
+    latent, rope = (x[:, 0].to(q_latent.dtype) for x in part)
+    s = _product(q_latent.flatten(1, 2), latent.transpose(1, 2)).float()
+    s = s + _product(q_rope.flatten(1, 2), rope.transpose(1, 2))
+    s = s * extras.scaling
+    if visible is not None or bias is not None or extras.softcap is not None:
+        s = finished_logits(s.view(b, 1, h, q, -1), extras._replace(scaling=1.0), visible, bias).view(b, h * q, -1)
+    probs = torch.softmax(s, dim=-1)
+    output = _product(probs.to(q_latent.dtype), latent).view(b, h, q, r)
+    return Block(output, None, probs.view(b, h, q, -1) if need_probs else None)
+
+
 def _pages(part: Part, dtype: torch.dtype) -> Iterator[Page]:
     if not isinstance(part, PackedRows):
         latent, rope = part
-        yield Page(latent[:, 0].to(dtype), rope[:, 0].to(dtype), None, None)
+        if latent.shape[2]:
+            yield Page(latent[:, 0].to(dtype), rope[:, 0].to(dtype), None, None)
         return
-    unit = 2 * part.half
-    for fmt in (part.key_format, part.value_format):
-        unit = math.lcm(unit, fmt.group if fmt.axis == "channel" else 1)
-    step = max(1, PAGE // unit) * unit  # whole tiles, and whole groups of tokens that share a scale
+    step = page_size(part.half, part.key_format, part.value_format)
     for start in range(0, part.length, step):
         stop = min(start + step, part.length)
         latent, latent_scale = _numbers(part.keys, part.key_format, "keys", start, stop, part.half, dtype)
