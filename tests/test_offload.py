@@ -107,7 +107,8 @@ def test_rows_attended_where_they_lie_equal_the_same_segments_on_one_device_bit_
         assert torch.equal(ours, feed(deep, twin, ids, mask, [size], start=start)), start
         # In one pass the same sums are rounded in another order.
         single = feed(deep, resident, ids, mask, [size], start=start)
-        assert float((ours - single).abs().max()) <= 1e-5 and torch.equal(ours.argmax(-1), single.argmax(-1))
+        assert float((ours - single).abs().max()) <= 1e-5 * float(single.abs().max())
+        assert torch.equal(ours.argmax(-1), single.argmax(-1))
     assert len(list(cache.kv_layers[0].segments.pieces())) > 1 or where == "disk"
     assert cache.offloader.traffic.to_device == 0 and cache.offloader.nbytes == 0
 
@@ -359,8 +360,7 @@ def test_packed_pages(deep, codec, where, rows, tmp_path):
     ours = feed(deep, lying, ids, mask, [150, *[1] * 50])
     assert float((ours - expected[:, :51]).abs().max()) <= 2e-5
     assert lying.offloader.traffic.to_device == 0
-    if where != "host":
-        assert fetched.nbytes_by_tier()["disk"] > 0
+    assert (fetched.nbytes_by_tier()["disk"] > 0) == (where == "disk")  # packed, they fit into the memory of "both"
 
 
 def test_drafts_over_packed_pages(deep):
@@ -383,14 +383,22 @@ REFUSED = {
         NotImplementedError,
         "adaptive_heads",
     ),
-    "top pages of codes": (lambda m: CPUOffloadedCache(m, top_pages=0.5, codec="rotated4"), NotImplementedError, "codec"),
+    "top pages of codes": (
+        lambda m: CPUOffloadedCache(m, top_pages=0.5, codec="rotated-4"),
+        NotImplementedError,
+        "codec",
+    ),
     "top pages of a selection": (
         lambda m: CPUOffloadedCache(m, top_pages=0.5, policy=SnapKV(64)),
         NotImplementedError,
         "SnapKV",
     ),
     "top pages of a config": (lambda m: CPUOffloadedCache(m.config, top_pages=0.5), NotImplementedError, "the model"),
-    "compute with a config": (lambda m: CPUOffloadedCache(m.config, attend="compute"), NotImplementedError, "the model"),
+    "compute with a config": (
+        lambda m: CPUOffloadedCache(m.config, attend="compute"),
+        NotImplementedError,
+        "the model",
+    ),
     "windows alone": (lambda m: CPUOffloadedCache(model_of("mistral")), NotImplementedError, "no full-attention layer"),
     "latents": (
         lambda m: CPUOffloadedCache(model_of("deepseek_v3"), top_pages=0.5),
