@@ -123,6 +123,38 @@ CODEC_MUTANTS = {
 }
 
 
+OFFLOAD_MUTANTS = {
+    "pages that changed after they were prefetched": (
+        "offload/transfer.py",
+        "owner is store and self.away == owner.away_version",
+        "owner is store",
+        "test_the_next_layer_is_there",
+    ),
+    "the newest rows are not copied behind the pages": (
+        "offload/transfer.py",
+        "        if slot.version != store.version:\n",
+        "        if slot.version == -1:\n",
+        "test_hybrid_models and host",
+    ),
+    "a page with the rows of another beam": (
+        "offload/host.py",
+        "rows = index if self.rows is None else tuple(self.rows[i] for i in index)\n        twin = self.part",
+        "rows = index\n        twin = self.part",
+        "test_operations_equal and twice and host and None",
+    ),
+    "a third staging buffer": (
+        "offload/transfer.py",
+        "            self.buffer = None  # before its successor is there: two buffers, never three\n",
+        "            self.old = self.buffer\n",
+        "test_two_layers_of_staging",
+    ),
+    "packed pages shifted by those on disk": (
+        "segments/offloaded_packed.py",
+        "super().write(part, slot - self.gone, new, first_rows)",
+        "super().write(part, slot, new, first_rows)",
+        "test_packed_pages and disk",
+    ),
+}
 CATCHING = "tests/test_directed.py"
 
 
@@ -148,7 +180,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mutants")
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py"):
+    for name in ("test_directed.py", "test_state_machine.py", "test_offload.py", "test_storage.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -159,15 +191,16 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS])
+@pytest.mark.parametrize("name", [*MUTANTS, *CODEC_MUTANTS, *OFFLOAD_MUTANTS])
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    file, old, new, test = (MUTANTS | CODEC_MUTANTS)[name]
+    file, old, new, test = (MUTANTS | CODEC_MUTANTS | OFFLOAD_MUTANTS)[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"
     path.write_text(source.replace(old, new))
     try:
-        result = run_tests(tree, test, "tests/contract/test_codecs.py" if name in CODEC_MUTANTS else CATCHING)
+        others = {"tests/contract/test_codecs.py": CODEC_MUTANTS, "tests/test_offload.py": OFFLOAD_MUTANTS}
+        result = run_tests(tree, test, next((where for where, names in others.items() if name in names), CATCHING))
     finally:
         path.write_text(source)
     assert result.returncode == 1, f"the mutant survived: {result.stdout[-500:]}{result.stderr[-500:]}"

@@ -164,6 +164,5 @@ def test_operations_carry_the_bounds_along(deep, name):  # noqa: F811
     if name == "crop":  # to a length at which more has left than would have
         fresh = CPUOffloadedCache(deep, **SMALL, attend="fetch", top_pages=0.4)
         feed(deep, fresh, IDS, MASK, [50])
-        assert torch.equal(
-            feed(deep, cache, IDS, MASK, [1] * 20, start=50), feed(deep, fresh, IDS, MASK, [1] * 20, start=50)
-        )
+        ours, theirs = (feed(deep, each, IDS, MASK, [1] * 20, start=50) for each in (cache, fresh))
+        assert float((ours - theirs).abs().max()) <= 2e-5  # their prompts were of different lengths
