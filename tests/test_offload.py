@@ -198,6 +198,10 @@ def test_a_long_step_leaves_no_staging_where_rows_are_attended_where_they_lie(de
     assert cache.offloader.nbytes == 0
 
 
+def test_pages_are_smaller_where_they_are_chosen_among():
+    assert (Offload().page, Offload(top_pages=0.5).page, Offload(page=8, top_pages=0.5).page) == (64, 16, 8)
+
+
 def test_auto_on_a_machine_without_a_gpu():
     assert faster_mode(torch.device("cpu"), torch.float32) == "compute"
 

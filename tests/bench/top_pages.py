@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=10)
     parser.add_argument("--text", choices=list(TEXTS), default="topics")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
-    parser.add_argument("--pages", nargs="+", type=int, default=[64], help="tokens of a page")
+    parser.add_argument("--pages", nargs="+", type=int, default=[16, 64], help="tokens of a page")
     parser.add_argument("--resident", type=int, default=256, help="tokens that are always read")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", help="a file, or - for standard output")
