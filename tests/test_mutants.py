@@ -267,6 +267,38 @@ PREFIX_MUTANTS = {
 
 
 PREFIX_TESTS = ("test_prefix.py", "test_prefix_files.py", "test_storage.py", "test_hybrid.py")
+OFFLOAD_MUTANTS = {
+    "pages that changed after they were prefetched": (
+        "offload/transfer.py",
+        "owner is store and self.away == owner.away_version",
+        "owner is store",
+        "test_the_next_layer_is_there",
+    ),
+    "the newest rows are not copied behind the pages": (
+        "offload/transfer.py",
+        "        if slot.version != store.version:\n",
+        "        if slot.version == -1:\n",
+        "test_hybrid_models and host",
+    ),
+    "a page with the rows of another beam": (
+        "offload/host.py",
+        "rows = index if self.rows is None else tuple(self.rows[i] for i in index)\n        twin = self.part",
+        "rows = index\n        twin = self.part",
+        "test_operations_equal and twice and host and None",
+    ),
+    "a third staging buffer": (
+        "offload/transfer.py",
+        "            self.buffer = None  # before its successor is there: two buffers, never three\n",
+        "            self.old = self.buffer\n",
+        "test_two_layers_of_staging",
+    ),
+    "packed pages shifted by those on disk": (
+        "segments/offloaded_packed.py",
+        "super().write(part, slot - self.gone, new, first_rows)",
+        "super().write(part, slot, new, first_rows)",
+        "test_packed_pages and disk",
+    ),
+}
 CATCHING = "tests/test_directed.py"
 # Which tests know of a mutant's subject, where those above do not.
 CATCHING_OF = {
@@ -280,6 +312,16 @@ CATCHING_OF = {
     **dict.fromkeys(SHARING_MUTANTS, "tests/contract/test_sharing.py"),
     **dict.fromkeys(ABSORB_MUTANTS, "tests/test_absorb.py"),
     **dict.fromkeys(PAGED_MUTANTS, "tests/test_paging.py"),
+    **dict.fromkeys(OFFLOAD_MUTANTS, "tests/test_offload.py"),
+}
+EVERY = {
+    **MUTANTS,
+    **CODEC_MUTANTS,
+    **SHARING_MUTANTS,
+    **ABSORB_MUTANTS,
+    **PAGED_MUTANTS,
+    **PREFIX_MUTANTS,
+    **OFFLOAD_MUTANTS,
 }
 
 
@@ -306,7 +348,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "hf_kvcache", folder / "hf_kvcache", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "patches", folder / "patches", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests").mkdir()
-    for name in ("test_directed.py", "test_state_machine.py", "test_absorb.py", "test_paging.py", *PREFIX_TESTS):
+    names = ("test_directed.py", "test_state_machine.py", "test_absorb.py", "test_paging.py", "test_offload.py")
+    for name in (*names, *PREFIX_TESTS):
         shutil.copy(ROOT / "tests" / name, folder / "tests" / name)
     shutil.copytree(ROOT / "tests" / "contract", folder / "tests" / "contract")
     return folder
@@ -317,12 +360,9 @@ def test_the_copy_passes(tree: Path) -> None:
     assert result.returncode == 0, result.stdout[-2000:]
 
 
-@pytest.mark.parametrize(
-    "name", [*MUTANTS, *CODEC_MUTANTS, *SHARING_MUTANTS, *ABSORB_MUTANTS, *PAGED_MUTANTS, *PREFIX_MUTANTS]
-)
+@pytest.mark.parametrize("name", EVERY)
 def test_mutant_is_caught(tree: Path, name: str) -> None:
-    every = MUTANTS | CODEC_MUTANTS | SHARING_MUTANTS | ABSORB_MUTANTS | PAGED_MUTANTS | PREFIX_MUTANTS
-    file, old, new, test = every[name]
+    file, old, new, test = EVERY[name]
     path = tree / "hf_kvcache" / file
     source = path.read_text()
     assert source.count(old) == 1, f"{file} no longer holds the text that this mutant changes"

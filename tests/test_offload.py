@@ -107,7 +107,8 @@ def test_rows_attended_where_they_lie_equal_the_same_segments_on_one_device_bit_
         assert torch.equal(ours, feed(deep, twin, ids, mask, [size], start=start)), start
         # In one pass the same sums are rounded in another order.
         single = feed(deep, resident, ids, mask, [size], start=start)
-        assert float((ours - single).abs().max()) <= 1e-5 and torch.equal(ours.argmax(-1), single.argmax(-1))
+        assert float((ours - single).abs().max()) <= 1e-5 * float(single.abs().max())
+        assert torch.equal(ours.argmax(-1), single.argmax(-1))
     assert len(list(cache.kv_layers[0].segments.pieces())) > 1 or where == "disk"
     assert cache.offloader.traffic.to_device == 0 and cache.offloader.nbytes == 0
 
@@ -195,6 +196,10 @@ def test_a_long_step_leaves_no_staging_where_rows_are_attended_where_they_lie(de
     assert cache.offloader.nbytes > 0
     feed(deep, cache, IDS, MASK, [1], start=71)
     assert cache.offloader.nbytes == 0
+
+
+def test_pages_are_smaller_where_they_are_chosen_among():
+    assert (Offload().page, Offload(top_pages=0.5).page, Offload(page=8, top_pages=0.5).page) == (64, 16, 8)
 
 
 def test_auto_on_a_machine_without_a_gpu():
@@ -359,8 +364,7 @@ def test_packed_pages(deep, codec, where, rows, tmp_path):
     ours = feed(deep, lying, ids, mask, [150, *[1] * 50])
     assert float((ours - expected[:, :51]).abs().max()) <= 2e-5
     assert lying.offloader.traffic.to_device == 0
-    if where != "host":
-        assert fetched.nbytes_by_tier()["disk"] > 0
+    assert where == "both" or (fetched.nbytes_by_tier()["disk"] > 0) == (where == "disk")
 
 
 def test_drafts_over_packed_pages(deep):
@@ -384,7 +388,7 @@ REFUSED = {
         "adaptive_heads",
     ),
     "top pages of codes": (
-        lambda m: CPUOffloadedCache(m, top_pages=0.5, codec="rotated4"),
+        lambda m: CPUOffloadedCache(m, top_pages=0.5, codec="rotated-4"),
         NotImplementedError,
         "codec",
     ),

@@ -25,7 +25,7 @@ class CPUOffloadedCache(KVCache):
         disk: an existing folder for pages beyond `host_bytes`.
         host_bytes: host memory for all layers together; None: no limit.
         attend: `"fetch"`, `"compute"` or `"auto"`, see `Offload`.
-        page: tokens that leave the device together.
+        page: tokens that leave the device together; 64, or 16 with `top_pages`.
         top_pages: attend only to this share (a float) or number of the pages that have left. Lossy.
 
     Raises:
@@ -41,14 +41,23 @@ class CPUOffloadedCache(KVCache):
         disk: str | os.PathLike[str] | None = None,
         host_bytes: int | None = None,
         attend: str = "auto",
-        page: int = 64,
+        page: int | None = None,
         top_pages: float | int | None = None,
         scope: str = "full",
         **parts: Any,
     ) -> None:
         if "offload" in parts:
             raise ValueError(f"{type(self).__name__} has its offload; pass an Offload of your own to KVCache")
-        offload = Offload(resident_length, page, attend, pin_memory, host_bytes, disk, top_pages)
+        sizes = {} if page is None else {"page": page}
+        offload = Offload(
+            resident_length,
+            attend=attend,
+            pin_memory=pin_memory,
+            host_bytes=host_bytes,
+            disk=disk,
+            top_pages=top_pages,
+            **sizes,
+        )
         super().__init__(model_or_config, offload=offload, scope=scope, **parts)
 
     @property

@@ -16,7 +16,7 @@ class Offload:
 
     Args:
         resident_length: newest tokens that always stay on the device.
-        page: tokens that leave together.
+        page: tokens that leave together; 64, or 16 with `top_pages` (larger pages find single facts less often).
         attend: how older rows are attended to. `"fetch"` copies a layer's pages to the device, the next layer's ahead
             of time; `"compute"` attends on the CPU where they lie, and only the query, the output and its log-sum-exp
             travel; `"auto"` measures which of the two is faster on this machine (`"compute"` where the model runs on
@@ -32,7 +32,7 @@ class Offload:
     """
 
     resident_length: int = 1024
-    page: int = 64
+    page: int = None  # type: ignore[assignment]  # 64, or 16 with `top_pages`
     attend: str = "auto"
     pin_memory: bool = True
     host_bytes: int | None = None
@@ -42,6 +42,8 @@ class Offload:
     def __post_init__(self) -> None:
         from ..policies.base import check_flag, check_not_negative, check_positive
 
+        if self.page is None:
+            object.__setattr__(self, "page", 64 if self.top_pages is None else 16)
         check_positive("resident_length", self.resident_length)
         check_positive("page", self.page)
         check_flag("pin_memory", self.pin_memory)

@@ -175,6 +175,12 @@ class Offloader:
         for staging in self.staging.values():
             staging.clear()
 
+    def restart(self) -> None:
+        """Everything is forgotten: staging too, and that the disk was full."""
+        self.release()
+        if self.disk is not None:
+            self.disk.failed = False
+
     def attend_mode(self, device: torch.device, dtype: torch.dtype) -> str:
         """`"fetch"` or `"compute"`."""
         return faster_mode(device, dtype) if self.config.attend == "auto" else self.config.attend

@@ -88,9 +88,7 @@ class OffloadedStore:
         self.tail.clear()
         self._forget()
         self._file = None
-        self.offloader.release()
-        if self.offloader.disk is not None:
-            self.offloader.disk.failed = False
+        self.offloader.restart()
 
     # ------------------------------------------------------------------ what it holds
 

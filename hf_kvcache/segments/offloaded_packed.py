@@ -224,7 +224,7 @@ class OffloadedPackedStore(PackedStore):
         super().clear()
         self._file = None
         self._changed()
-        self.offloader.release()
+        self.offloader.restart()
 
     def _changed(self) -> None:
         self.version += 1
