@@ -10,6 +10,8 @@ TORCH ?= 2.13.0
 # transformers 5.21 and later need Python 3.11.
 TRANSFORMERS ?= $(shell $(PYTHON) -c "import sys; print('5.24.0' if sys.version_info >= (3, 11) else '5.20.2')")
 DEMO_ARGS ?=
+# Tests run side by side, each in one thread: tiny models gain nothing from more.
+WORKERS ?= auto
 PYTEST_ARGS ?=
 
 RUN := $(VENV)/bin/python
@@ -21,13 +23,13 @@ STAMP := $(VENV)/.installed-transformers-$(TRANSFORMERS)-torch-$(TORCH)
 .PHONY: help demo test lint ci format clean
 
 help:
-	@echo "make demo | test | lint | ci | format | clean    (variables: PYTHON VENV TORCH TRANSFORMERS DEMO_ARGS PYTEST_ARGS)"
+	@echo "make demo | test | lint | ci | format | clean    (variables: PYTHON VENV TORCH TRANSFORMERS DEMO_ARGS WORKERS PYTEST_ARGS)"
 
 demo: $(STAMP)
 	$(RUN) examples/quickstart.py $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
