@@ -36,7 +36,7 @@ class Request(NamedTuple):
     content: dict[str, Any]  # inputs beside the ids, such as images
     given: dict[str, Any]  # every input as it was given
     repeats: int  # beams, or sequences to return
-    drafts: bool  # assisted or prompt-lookup decoding
+    feeds_all: bool  # transformers feeds the whole text, whatever the cache holds
     why_not: str | None  # why rows cannot share a prefix, or None
 
 
@@ -49,7 +49,7 @@ def run(store: PrefixStore, model: Any, inputs: Any, kwargs: dict[str, Any]) -> 
     if request.why_not is not None:
         store._warn(f"unshared {request.why_not}", f"{request.why_not}; this call shares no prefix")
         output = model.generate(**request.given, **kwargs, **{name: cache})
-        if request.drafts and not request.padded:
+        if request.feeds_all and not request.padded:
             _keep(store, inner, cache, request, output if isinstance(output, torch.Tensor) else output.sequences)
         return output
     batch, width = request.ids.shape
@@ -159,13 +159,14 @@ def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any])
     why = None
     drafts = kwargs.get("assistant_model") is not None
     drafts = drafts or any(setting(key) for key in ("prompt_lookup_num_tokens", "assistant_early_exit"))
+    pieces = bool(setting("prefill_chunk_size")) and _version() < (5, 24)
     if setting("use_cache") is False:
         why = "`use_cache` is False"
     elif content and len(ids) > 1:
         why = f"which rows the inputs {', '.join(sorted(content))} belong to is the model's business"
     elif drafts:
         why = "with drafts, transformers feeds the whole text again whatever the cache holds"
-    elif setting("prefill_chunk_size") and _version() < (5, 24):
+    elif pieces:
         why = "before transformers 5.24, `prefill_chunk_size` feeds the whole text again"
     elif not content and any(bool(given[key].any()) for key in _BY_TOKEN if key in given):
         why = "keys depend on token types"
@@ -173,7 +174,7 @@ def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any])
         why = _why_not_padded(inner, cache, real, given, content, kwargs, setting)
     rows_ = [row[keep] for row, keep in zip(ids.to("cpu", torch.int64), real, strict=True)]
     repeats = max(setting("num_beams") or 1, setting("num_return_sequences") or 1)
-    return Request(ids.to("cpu", torch.int64), rows_, padded, content, given, repeats, drafts, why), kwargs
+    return Request(ids.to("cpu", torch.int64), rows_, padded, content, given, repeats, drafts or pieces, why), kwargs
 
 
 def _inferred_mask(ids: torch.Tensor, pad: Any, eos: Any) -> torch.Tensor:
