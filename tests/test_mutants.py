@@ -151,8 +151,8 @@ SHARING_MUTANTS = {
 ABSORB_MUTANTS = {
     "the rotary part is left out": (
         "ops/latent_attention/cpu.py",
-        "products = products + _scaled(_product(rq, page.rope.transpose(1, 2)).float(), page.rope_scale)",
-        "products = products + 0",
+        "    s = s + _product(q_rope.flatten(1, 2), rope.transpose(1, 2))\n",
+        "",
         "test_absorbed_equals_expanded and minicpm3 and eager",
     ),
     "values come from the half of the keys": (

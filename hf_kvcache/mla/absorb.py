@@ -105,7 +105,8 @@ def _check(module: Any, handler: Absorbed) -> None:
         raise NotImplementedError(
             f"{type(module).__name__} has no {', '.join(missing)}: not a form of MLA that is known"
         )
-    halves = halves_of(module, handler.decoded)
+    base = getattr(module.kv_b_proj, "base_layer", module.kv_b_proj)
+    halves = halves_of(module, handler.decoded, getattr(base, "compute_dtype", None) or torch.float32)
     weight = halves.weight
     if weight.is_meta or runs_as_module(module.kv_b_proj):
         return  # nothing to compare with: such layers are expanded for as long as that is so

@@ -62,7 +62,9 @@ class Absorbed:
             if learns or any(parameter.requires_grad for parameter in linear.parameters()):
                 return False
         if query.shape[2] > 1:
-            halves_of(module, self.decoded)  # raises with the prompt, and not at the first step of decoding
+            halves_of(
+                module, self.decoded, query.dtype
+            )  # raises with the prompt, and not at the first step of decoding
         if isinstance(key, KVView):
             layer = key.layer
             if layer.pending is None or not isinstance(value, KVView) or layer.pending.rows.length != query.shape[2]:
@@ -86,7 +88,7 @@ class Absorbed:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output `[B, Q, H, Dv]`, and weights `[B, H, Q, N]` where the implementation before returned them."""
-        halves = halves_of(module, self.decoded)
+        halves = halves_of(module, self.decoded, query.dtype)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         extras = Extras(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
         q_nope, q_rope = query.split([halves.key_size, query.shape[-1] - halves.key_size], dim=-1)

@@ -80,13 +80,12 @@ class Decoded:
         self._key: Any = None
         self._weight: torch.Tensor | None = None
 
-    def weight_of(self, layer: nn.Module, features: int) -> torch.Tensor:
-        """`[out, in]` of a linear layer, by its own forward pass over the unit vectors."""
+    def weight_of(self, layer: nn.Module, features: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[out, in]` of a linear layer in the model's dtype, by its own forward pass over the unit vectors."""
         parameter: Any = layer.weight
         state = getattr(parameter, "quant_state", None)
-        key = (id(layer), parameter.data_ptr(), parameter._version, parameter.shape, id(state))
+        key = (id(layer), parameter.data_ptr(), parameter._version, parameter.shape, id(state), dtype)
         if self._weight is None or key != self._key:
-            dtype = getattr(state, "dtype", None) or getattr(layer, "compute_dtype", None) or torch.float32
             unit = torch.eye(features, dtype=dtype, device=parameter.device)
             # bitsandbytes repacks 4-bit weights on some CPUs at the first evaluation without gradients, and trains on
             # wrong ones afterwards: not on our account.
@@ -121,8 +120,8 @@ def runs_as_module(layer: Any) -> bool:
     return runs_as_module(base) or bool(layer.disable_adapters and layer.merged)
 
 
-def halves_of(module: Any, decoded: Decoded) -> Halves:
-    """The halves of `module.kv_b_proj` as they are now.
+def halves_of(module: Any, decoded: Decoded, dtype: torch.dtype) -> Halves:
+    """The halves of `module.kv_b_proj` as they are now. `dtype` is that of the queries, for weights that have none.
 
     Raises `NotImplementedError` for kinds of layers whose weights cannot be read.
     """
@@ -137,7 +136,7 @@ def halves_of(module: Any, decoded: Decoded) -> Halves:
     if getattr(base, "bias", None) is not None:
         raise NotImplementedError(f"{type(module).__name__}: its kv_b_proj has a bias, which cannot be absorbed")
     if any(cls.__name__ == "Linear4bit" for cls in type(base).__mro__):
-        weight = decoded.weight_of(base, module.kv_lora_rank)
+        weight = decoded.weight_of(base, module.kv_lora_rank, dtype)
     elif type(base) is nn.Linear and type(base.weight.data) is torch.Tensor and base.weight.is_floating_point():
         weight = base.weight
     else:
