@@ -3,7 +3,7 @@
 from .attention import attach, detach
 from .cache import KVCache, load
 from .caches import HeavyHitterCache, QuantizedKIVICache, SlidingWindowCache, SnapKVCache
-from .mla import disable_absorb, enable_absorb
+from .mla import convert_to_mla, disable_absorb, enable_absorb, plan_mla
 
 __version__ = "0.1.0"
 
@@ -14,8 +14,10 @@ __all__ = [
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",
+    "convert_to_mla",
     "detach",
     "disable_absorb",
     "enable_absorb",
     "load",
+    "plan_mla",
 ]
