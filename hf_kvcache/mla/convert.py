@@ -14,7 +14,7 @@ from .factor import BASELINES, Components, Factors, Recipe, choose_alike, factor
 from .host import Host, inspect_hosts, watch
 from .module import LayerDims, MLAAttention, attention_class
 from .moments import Moments, collect, of_weights, run
-from .plan import STEP, MLAPlan, allot, grid, plan_mla
+from .plan import MLAPlan, allot, complete, grid
 from .saved import adopt
 from .trial import Trial
 
@@ -89,28 +89,28 @@ def convert_to_mla(
     """Put multi-head latent attention (arXiv 2405.04434, 2502.07864) in the place of every attention module of `model`.
 
     Each token is cached as one latent of `kv_lora_rank` numbers and one rotary key of `qk_rope_head_dim` for all heads,
-    instead of a key and a value for each KV head. Without training: lossless at full sizes (rope = KV heads x head size,
-    rank the same), the better the more is kept below. See `docs/mla_conversion.md` for how, and what it costs.
+    instead of a key and a value for each KV head. Without training: lossless at full sizes (rope = KV heads x head
+    size, rank the same), the better the more is kept below. See `docs/mla_conversion.md` for how, and what it costs.
 
     Args:
         model: a decoder of transformers with plain `q_proj`, `k_proj`, `v_proj`, `o_proj` and rotary positions. It is
             changed in place, and returned.
         kv_lora_rank, qk_rope_head_dim: sizes for every layer. One alone, without `kv_keep`, is completed to all that is
             left (nothing is lost but the rotation of components outside of the rotary key).
-        kv_keep: share of the cached bytes to keep, in (0, 1], instead of sizes: how it is spent on layers, and within a
-            layer on latent and rotary key, is found by trial on the calibration. With one size given, the other follows.
-        calibration: texts (with a tokenizer), or token ids: tensors or lists, `[T]` or `[B, T]`, without padding. Windows
-            as long as the model's typical context, 16k tokens or more, are best. Needed unless `method="svd"`.
+        kv_keep: share of the cached bytes to keep, in (0, 1], instead of sizes: how a layer spends it on latent and
+            rotary key is found by trial on the last window of the calibration. With one size given, the other follows.
+        calibration: texts (with a tokenizer), or token ids: tensors or lists, `[T]` or `[B, T]`, without padding.
+            Several windows as long as a typical context. Needed unless `method="svd"`.
         tokenizer: for texts, which are joined and cut into windows of 1,024 tokens.
-        rotary: "energy" chooses the rotary components of each layer for itself; "uniform" the same frequencies and sizes
-            for all layers, as formats without tables of their own need.
+        rotary: "energy" chooses the rotary components of each layer for itself; "uniform" the same frequencies and
+            sizes for all layers, as formats without tables of their own need.
         method: "complex", or one of the baselines "transmla" and "svd" to compare with.
 
     Returns:
         The model and an `MLAReport`.
 
     Raises:
-        ValueError: impossible sizes, no calibration, calibration that cannot be used, a model that is converted already.
+        ValueError: impossible sizes, no calibration or one that cannot be used, a model that is converted already.
         NotImplementedError: models with other attention, quantized or offloaded weights, adapters; see the message.
     """
     if not isinstance(model, PreTrainedModel):
@@ -124,8 +124,8 @@ def convert_to_mla(
     recipe = BASELINES.get(method, Recipe())
     if calibration is None and recipe.data:
         raise ValueError(
-            "convert_to_mla needs `calibration`: texts together with `tokenizer=`, or batches of token ids; without any, "
-            "the result is of no use (method='svd' shows it)"
+            "convert_to_mla needs `calibration`: texts together with `tokenizer=`, or batches of token ids; without "
+            "any, the result is of no use (method='svd' shows it)"
         )
     if model.config.get_text_config(decoder=True) is not model.config:
         raise NotImplementedError(
@@ -184,7 +184,8 @@ def _batches(calibration: Iterable[Any], tokenizer: Any, model: PreTrainedModel)
             tensor = torch.as_tensor(item)
             if tensor.is_floating_point() or tensor.ndim not in (1, 2):
                 raise ValueError(
-                    f"`calibration` must be texts or token ids [T] or [B, T], got {tuple(tensor.shape)} of {tensor.dtype}"
+                    "`calibration` must be texts or token ids [T] or [B, T], got "
+                    f"{tuple(tensor.shape)} of {tensor.dtype}"
                 )
             batches.append(tensor[None] if tensor.ndim == 1 else tensor)
     vocabulary = model.config.vocab_size
@@ -220,8 +221,6 @@ def _moments(model: Any, hosts: list[Host], batches: Sequence[torch.Tensor], rec
 
 
 def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None) -> MLAPlan:
-    from .plan import complete
-
     n = {host.width for host in hosts}
     if len(n) > 1 and (rank is not None or rope is not None):
         raise ValueError("the layers of this model differ in size: give `kv_keep` instead of sizes for all of them")

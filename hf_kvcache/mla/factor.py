@@ -2,10 +2,10 @@
 
 A rotary embedding multiplies the complex number that two channels of a key make by a phase, the same one in every head.
 So any complex matrix over the *heads* commutes with it, one for each frequency: `Components` chooses them such that few
-components carry most of the logits (a Hermitian PCA, weighted by the queries). The components that lose most if they are
-taken out of the rotation stay in it, and are one rotary key for all heads. In what is left, every phase is replaced by
-the number that is closest to it on average over the distances at which a head attends; and as nothing in it turns any
-more, it goes through one low-rank map together with the values. All in float64.
+components carry most of the logits (a Hermitian PCA, weighted by the queries). The components that lose most if they
+are taken out of the rotation stay in it, and are one rotary key for all heads. In what is left, every phase is replaced
+by the number that is closest to it on average over the distances at which a head attends; and as nothing in it turns
+any more, it goes through one low-rank map together with the values. All in float64.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class Components:
     """
 
     def __init__(self, host: Host, moments: Moments, recipe: Recipe = Recipe()) -> None:
-        heads, size = host.kv_heads, host.head_dim
-        n, half = host.width, host.head_dim // 2
+        heads, n, half = host.kv_heads, host.width, host.head_dim // 2
         f = torch.arange(half)
         gram = moments.gram[:n, :n].view(heads, 2, half, heads, 2, half)
         real = gram[:, 0, f, :, 0, f] + gram[:, 1, f, :, 1, f]

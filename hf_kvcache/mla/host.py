@@ -1,7 +1,7 @@
 """What an attention module does, read from the module: its queries, keys and values before they are rotated.
 
-Nothing is taken from a list of models. A module is known if its attention, computed here from its projections, norms and
-what it hands to the attention function, equals what it gives; `inspect_hosts` tries.
+Nothing is taken from a list of models. A module is known if its attention, computed here from its projections, norms
+and what it hands to the attention function, equals what it gives; `inspect_hosts` tries.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def watch(hosts: list[Host], found: Callable[[Host, torch.Tensor, Any], None]) -
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
     parts = ("q_proj", "k_proj", "v_proj", "o_proj")
-    return [(name, m) for name, m in model.named_modules() if all(isinstance(getattr(m, p, None), nn.Module) for p in parts)]
+    return [
+        (name, m) for name, m in model.named_modules() if all(isinstance(getattr(m, p, None), nn.Module) for p in parts)
+    ]
 
 
 @torch.no_grad()
@@ -126,8 +128,8 @@ def inspect_hosts(model: PreTrainedModel) -> list[Host]:
     modules = attention_modules(model)
     if not modules:
         raise NotImplementedError(
-            f"{name} has no attention with q_proj, k_proj, v_proj and o_proj (fused projections and other names are not "
-            "known), so it cannot be converted"
+            f"{name} has no attention with q_proj, k_proj, v_proj and o_proj (fused projections and other names are "
+            "not known), so it cannot be converted"
         )
     for where, module in modules:
         _check_parts(where, module)
@@ -178,8 +180,8 @@ def _check_parts(where: str, module: Any) -> None:
         linear = getattr(module, part)
         if type(linear) is not nn.Linear:
             raise NotImplementedError(
-                f"{where}.{part} is a {type(linear).__name__}, not a plain nn.Linear: load the model without quantization "
-                "and merge its adapters (`merge_and_unload`) before converting it"
+                f"{where}.{part} is a {type(linear).__name__}, not a plain nn.Linear: load the model without "
+                "quantization and merge its adapters (`merge_and_unload`) before converting it"
             )
         if linear.weight.is_meta:
             raise NotImplementedError(
@@ -222,7 +224,10 @@ def _host(model: str, where: str, module: Any, seen: dict[str, Any]) -> Host:
         raise refuse("has values of another size than its keys")
     if host.rotary_dim != host.head_dim:
         raise refuse("rotates only a part of its keys")
-    mine = host.read(seen["hidden"])
+    try:
+        mine = host.read(seen["hidden"])
+    except RuntimeError as error:  # a norm over all heads at once, for example
+        raise refuse("makes its queries, keys or values in a way that is not known") from error
     turned = [rotate(x, cos, sin) for x in mine[:2]] + [mine[2]]
     tolerance = 1e-3 if query.dtype in (torch.float32, torch.float64) else 5e-2
     for ours, theirs in zip(turned, (query, key, seen["value"]), strict=True):
@@ -238,4 +243,6 @@ def _host(model: str, where: str, module: Any, seen: dict[str, Any]) -> Host:
 
 
 def _close(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    return float((mine.float() - theirs.float()).abs().max()) <= tolerance * max(1e-6, float(theirs.float().abs().max()))
+    return float((mine.float() - theirs.float()).abs().max()) <= tolerance * max(
+        1e-6, float(theirs.float().abs().max())
+    )

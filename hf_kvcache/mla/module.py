@@ -160,8 +160,8 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 @memoized
-def attention_class(host: type[nn.Module]) -> type[MLAAttention]:
-    """`MLAAttention` for the modules of one host, of whose class it is too: so the host's hooks and recorders find it."""
+def attention_class(host: Any) -> type[MLAAttention]:
+    """`MLAAttention` for one host, of whose attention class it is too: so what looks for that class finds it."""
     return type(f"MLA{host.__name__}", (MLAAttention, host), {"__module__": __name__, "host": host})
 
 

@@ -126,5 +126,5 @@ def collect(
 def run(model: Any, ids: torch.Tensor) -> None:
     """Pass token ids `[B, T]` through the layers, without logits where the model can do so."""
     base = getattr(model, model.base_model_prefix, None)
-    inner = base if isinstance(base, torch.nn.Module) else model
+    inner: Any = base if isinstance(base, torch.nn.Module) else model
     inner(input_ids=ids.to(inner.device), use_cache=False)

@@ -11,8 +11,8 @@ from typing import Any
 STEP = 8  # sizes are multiples of it, for kernels and for codecs
 # Share of a layer's numbers that the rotary key gets: proposed, and tried.
 _ROTARY = 0.3
-_TRIED = (0.15, 0.22, 0.3, 0.4)
-_BUDGETS = (0.5, 0.65, 0.8, 1.0, 1.2, 1.4, 1.7)
+_TRIED = (0.2, 0.27, 0.34, 0.42)
+_BUDGETS = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def plan_mla(config: Any, kv_keep: float = 0.5) -> MLAPlan:
     return complete(heads * size, None, None, kv_keep, searched=False)
 
 
-def complete(
-    width: int, rank: int | None, rope: int | None, keep: float | None, searched: bool = True
-) -> MLAPlan:
+def complete(width: int, rank: int | None, rope: int | None, keep: float | None, searched: bool = True) -> MLAPlan:
     """The missing ones of rank, rope and share."""
     if keep is not None and not 0 < keep <= 1:
         raise ValueError(f"`kv_keep` must be in (0, 1], got {keep}")
@@ -74,8 +72,8 @@ def complete(
             rope = min(width, max(2, _rounded(_ROTARY * budget, budget)))
         if rope < 2 or rope > width:
             raise ValueError(
-                f"`kv_lora_rank={rank}` and `kv_keep={keep}` leave {rope} numbers for the rotary key, which must have from "
-                f"2 to {width}"
+                f"`kv_lora_rank={rank}` and `kv_keep={keep}` leave {rope} numbers for the rotary key, which must have "
+                f"from 2 to {width}"
             )
         free = rank is None and keep is not None and keep < 1
     else:
@@ -85,8 +83,8 @@ def complete(
         rank = full if budget is None else budget - rope
     if not 1 <= rank <= full:
         raise ValueError(
-            f"`kv_lora_rank` must be from 1 to {full} with `qk_rope_head_dim={rope}` (a token has {2 * width} numbers), "
-            f"got {rank}"
+            f"`kv_lora_rank` must be from 1 to {full} with `qk_rope_head_dim={rope}` (a token has {2 * width} "
+            f"numbers), got {rank}"
         )
     return MLAPlan(rank, rope, width, searched and free)
 
@@ -99,16 +97,16 @@ def _rounded(x: float, budget: int) -> int:
 def grid(width: int, plan: MLAPlan, by_layer: bool) -> Iterator[tuple[int, list[int]]]:
     """Rotary sizes to try, and for each the ranks."""
     budget = round(2 * width * plan.kept)
-    budgets = sorted({min(2 * width, _rounded(budget * b, budget)) for b in _BUDGETS} | {budget}) if by_layer else [budget]
+    budgets = (
+        sorted({min(2 * width, _rounded(budget * b, budget)) for b in _BUDGETS} | {budget}) if by_layer else [budget]
+    )
     for rope in sorted({min(width, _rounded(budget * share, budget)) for share in _TRIED}):
         ranks = [b - rope for b in budgets if 1 <= b - rope <= 2 * width - rope]
         if ranks:
             yield rope, ranks
 
 
-def allot(
-    curves: dict[str, dict[tuple[int, int], float]], plan: MLAPlan, by_layer: bool
-) -> dict[str, tuple[int, int]]:
+def allot(curves: dict[str, dict[tuple[int, int], float]], plan: MLAPlan, by_layer: bool) -> dict[str, tuple[int, int]]:
     """For each layer `(rank, rope)`, such that the sum of the errors is small under the plan's mean size."""
     if not by_layer:
         total: dict[tuple[int, int], float] = {}

@@ -1,24 +1,21 @@
-"""Converted models as checkpoints: `save_pretrained` and `AutoModelForCausalLM.from_pretrained`, once hf_kvcache is imported.
+"""Converted models as checkpoints: `save_pretrained` and the auto classes, once hf_kvcache is imported.
 
-The config of a converted model is the host's own with two entries more: `host_model_type`, and `mla`, the sizes of each
-converted layer. Its model type is this package's, so transformers without it says that it does not know the model, instead
-of loading something else.
+The config of a converted model is the host's own with more entries: `host_model_type`, and `mla`, the sizes of each
+converted layer. Its model type is this package's, so transformers without it says that it does not know the model,
+instead of loading something else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cache as memoized
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .host import attention_modules
-from .module import LayerDims, MLAAttention, attention_class
+from .module import LayerDims, attention_class
 
 MODEL_TYPE = "hf_kvcache_mla"
 _LARGEST = 1 << 20
@@ -28,7 +25,7 @@ _EXTRAS = ("sliding_window", "softcap")
 
 
 class MLAConfig(PreTrainedConfig):
-    """Stands for the configs of all converted models: `AutoConfig` and `MLAConfig.from_dict` give the host's, extended."""
+    """Stands for the configs of all converted models: `AutoConfig` gives the host's own, extended."""
 
     model_type = MODEL_TYPE
 
@@ -38,12 +35,14 @@ class MLAConfig(PreTrainedConfig):
             return super().from_dict(config_dict, **kwargs)
         host = config_dict.get("host_model_type")
         if not isinstance(host, str) or host not in CONFIG_MAPPING or host == MODEL_TYPE:
-            raise ValueError(f"this checkpoint was converted from a {host!r} model, which this transformers does not know")
+            raise ValueError(
+                f"this checkpoint was converted from a {host!r} model, which this transformers does not know"
+            )
         return config_class(CONFIG_MAPPING[host]).from_dict(config_dict, **kwargs)
 
 
 @memoized
-def config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def config_class(host: Any) -> type[PreTrainedConfig]:
     """The host's config class under this package's model type, registered with the auto classes."""
     made = type(f"MLA{host.__name__}", (host,), {"model_type": MODEL_TYPE, "__module__": __name__})
     for auto in (AutoModel, AutoModelForCausalLM):
@@ -54,7 +53,7 @@ def config_class(host: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 @memoized
-def model_class(host: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def model_class(host: Any, config: Any) -> type[PreTrainedModel]:
     """The host's model class, which puts converted attention in place as soon as it is built."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +79,7 @@ def adopt(model: PreTrainedModel, layers: list[dict[str, Any]]) -> None:
 
 
 def install(model: PreTrainedModel, config: Any) -> None:
-    """Replace the attention modules that `config.mla` names. Raises `ValueError` for entries that do not fit the model."""
+    """Replace the attention modules that `config.mla` names. Raises `ValueError` for entries that do not fit."""
     modules = dict(attention_modules(model))
     entries = getattr(config, "mla", None)
     if not isinstance(entries, list) or not entries:
