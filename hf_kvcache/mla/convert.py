@@ -318,8 +318,9 @@ def _build(host: Host, factors: Factors, rms: float) -> MLAAttention:
         scaling=host.scaling,
         extras=host.extras,
     )
+    kind: Any = type(old)
     with torch.device("meta"):
-        new = attention_class(type(old))(old.config, old.layer_idx, dims)
+        new = attention_class(kind)(old.config, old.layer_idx, dims)
     new.to_empty(device=old.k_proj.weight.device)
     new.to(old.k_proj.weight.dtype)
     rms = rms if rms > 0 else 1.0

@@ -67,15 +67,16 @@ def model_class(host: Any, config: Any) -> type[PreTrainedModel]:
 def adopt(model: PreTrainedModel, layers: list[dict[str, Any]]) -> None:
     """Make a model whose modules are converted one of the classes above."""
     config: Any = model.config
-    host = type(config)
+    host: Any = type(config)
+    kind: Any = type(model)
     config.host_model_type = host.model_type
     config.mla = layers
     # What tells caches and kernels of a latent; the largest, where layers differ.
     config.kv_lora_rank = max(layer["kv_lora_rank"] for layer in layers)
     config.qk_rope_head_dim = max(layer["qk_rope_head_dim"] for layer in layers)
-    made = config_class(host)
+    made: Any = config_class(host)
     config.__class__ = made
-    model.__class__ = model_class(type(model), made)
+    model.__class__ = model_class(kind, made)
 
 
 def install(model: PreTrainedModel, config: Any) -> None:
@@ -91,7 +92,8 @@ def install(model: PreTrainedModel, config: Any) -> None:
             raise ValueError(f"the config of this converted model names {name!r}, which is no attention module of it")
         if dims.num_heads * dims.head_dim != old.o_proj.in_features or dims.hidden_size != old.o_proj.out_features:
             raise ValueError(f"the sizes of {name} in `mla` do not fit the model")
-        new = attention_class(type(old))(old.config, old.layer_idx, dims)
+        kind: Any = type(old)
+        new = attention_class(kind)(old.config, old.layer_idx, dims)
         if dims.q_norm:
             new.q_norm = old.q_norm
         if dims.k_norm:
