@@ -153,6 +153,17 @@ def test_full_sizes_lose_nothing(host, attention) -> None:
     assert report.kept == 1.0
 
 
+@pytest.mark.parametrize("host", ["mha", "qwen2", "qwen3"])
+def test_directions_that_calibration_never_saw_are_not_lost(host) -> None:
+    model = HOSTS[host](torch.float64)
+    before = attention_outputs(model, PROMPT)
+    model, _ = convert_to_mla(model, kv_keep=1.0, calibration=[ids_of(3, 1, 16)])
+    for (args, kwargs, expected), (_, module) in zip(before, convert_module_modules(model), strict=True):
+        with torch.no_grad():
+            output = module(*args, **kwargs)[0]
+        assert float((output - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+
+
 @hosts
 def test_generation_is_the_same_at_full_sizes(host) -> None:
     """Left-padded rows, both attention implementations, with and without absorption, two kinds of cache."""
@@ -512,3 +523,20 @@ def test_quantized_and_absent_weights_are_refused() -> None:
 
 def test_names() -> None:
     assert {"convert_to_mla", "plan_mla"} <= set(hf_kvcache.__all__)
+
+
+def test_smollm2_loses_nothing_at_full_sizes_saved_and_loaded(smollm2, tmp_path) -> None:
+    model, tokenizer = smollm2
+    text = "A converted model caches one latent for each token. At full sizes nothing is lost: the capital of France is"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    arguments = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    exact, tokens = logits(model, ids), model.generate(ids, **arguments)
+    generator = torch.Generator().manual_seed(0)
+    calibration = [torch.randint(0, 49152, (1, 64), generator=generator) for _ in range(2)]
+    converted, report = convert_to_mla(copy.deepcopy(model), kv_keep=1.0, calibration=calibration)
+    assert report.kept == 1.0
+    converted.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for made in (converted, enable_absorb(loaded)):
+        assert float((logits(made, ids) - exact).abs().max()) <= 1e-3
+        assert torch.equal(made.generate(ids, **arguments), tokens)

@@ -17,8 +17,8 @@ import torch
 from .host import Host
 from .moments import Moments
 
-_FLOOR = 1e-8  # least eigenvalue of a weight, against its largest
-_RIDGE = 1e-7  # added to second moments, against their mean diagonal: directions that calibration never saw
+_FLOOR = 1e-6  # least eigenvalue of a weight, against its largest
+_RIDGE = 1e-5  # added to second moments, against their mean diagonal: directions that calibration never saw
 
 
 @dataclass(frozen=True)
@@ -201,10 +201,16 @@ def factorize(
     value_root, value_inverse = _roots(used)
     root = torch.block_diag(*key_root, *value_root)
     inverse = torch.block_diag(*key_inverse, *value_inverse)
-    energies, vectors = torch.linalg.eigh(root @ gram @ root)
-    energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)
+    weighed = root @ gram @ root
     full = 2 * n - rope_key.shape[0]
-    vectors = vectors[:, :full]
+    if bool(kept.all()):
+        # Nothing is left of the keys: their rounding errors must not find their way into directions of the values that
+        # calibration saw little of.
+        energies, vectors = torch.linalg.eigh(weighed[n:, n:])
+        vectors = torch.cat([torch.zeros_like(vectors), vectors])
+    else:
+        energies, vectors = torch.linalg.eigh(weighed)
+    energies, vectors = energies.flip(0).clamp(min=0), vectors.flip(1)[:, :full]
     decode = (inverse @ vectors).view(2, heads, 1, size, full).expand(-1, -1, group, -1, -1).flatten(1, 2)
     encode = vectors.t() @ root @ both
     means = None
