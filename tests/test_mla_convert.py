@@ -354,8 +354,8 @@ def test_a_component_in_few_complex_dimensions_is_found() -> None:
             weight[head, 0], weight[head, 1] = c * real - s * imaginary, c * imaginary + s * real
     original = copy.deepcopy(model)
     model, report = convert_to_mla(model, qk_rope_head_dim=16, kv_lora_rank=64, calibration=CALIBRATION)
-    assert max(layer.error for layer in report.layers) < 1e-10
-    assert torch.allclose(logits(model), logits(original), atol=1e-4)
+    assert max(layer.error for layer in report.layers) < 1e-6
+    assert torch.allclose(logits(model), logits(original), atol=1e-3)
     _, real = convert_to_mla(original, qk_rope_head_dim=16, kv_lora_rank=64, calibration=CALIBRATION, method="transmla")
     assert min(layer.error for layer in real.layers) > 1e-3
 
