@@ -10,7 +10,7 @@ from .caches import (
     SlidingWindowCache,
     SnapKVCache,
 )
-from .mla import disable_absorb, enable_absorb
+from .mla import convert_to_mla, disable_absorb, enable_absorb, plan_mla
 from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
@@ -19,22 +19,24 @@ from .sharing import Sharing, find_sharing
 __version__ = "0.1.0"
 
 __all__ = [
-    "CrossLayerSharedCache",
     "BlockPool",
+    "CPUOffloadedCache",
+    "CrossLayerSharedCache",
     "HeavyHitterCache",
     "KVCache",
-    "PrefixStore",
-    "CPUOffloadedCache",
     "Offload",
+    "PrefixStore",
     "QuantizedKIVICache",
     "Sharing",
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",
+    "convert_to_mla",
     "detach",
-    "find_sharing",
     "disable_absorb",
     "enable_absorb",
+    "find_sharing",
     "load",
+    "plan_mla",
     "prefix_training",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -238,7 +239,7 @@ class KVCache(DynamicCache):
         """
         decoder = config.get_text_config(decoder=True)
         dtype = dtype or getattr(decoder, "dtype", None) or torch.float32
-        by_layer = getattr(decoder, "per_layer_config", None) or [decoder] * len(self.layers)
+        by_layer = _by_layer(decoder, len(self.layers))
         total = 0
         for layer in self.kv_layers:
             heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
@@ -620,7 +621,7 @@ def _share(sharing: Any, layers: list[Any], model: Any, config: PreTrainedConfig
 
 def _check_sizes(codec: Codec, policy: Policy, decoder: PreTrainedConfig, layers: list[Any]) -> None:
     """Refuse sizes that cannot be packed, where the config names them."""
-    by_layer = getattr(decoder, "per_layer_config", None) or [decoder] * len(layers)
+    by_layer = _by_layer(decoder, len(layers))
     for index, layer in enumerate(layers):
         if isinstance(layer, KVLayer) and isinstance(layer.segments, PackedStore):
             try:
@@ -667,6 +668,17 @@ def _forget_states(layer: LinearAttentionCacheLayerMixin) -> None:
         layer.is_conv_states_initialized[index] = layer.is_recurrent_states_initialized[index] = False
         layer.conv_kernel_size[index] = None
     layer.record_past = False
+
+
+def _by_layer(config: Any, layers: int) -> list[Any]:
+    """A config for each layer, where they differ in size."""
+    converted = getattr(config, "mla", None)  # see `hf_kvcache.mla.convert_to_mla`
+    if isinstance(converted, list):
+        by_layer = [config] * layers
+        for entry in converted:
+            by_layer[entry["layer_idx"]] = SimpleNamespace(**entry)
+        return by_layer
+    return getattr(config, "per_layer_config", None) or [config] * layers
 
 
 def _row_shape(config: PreTrainedConfig) -> tuple[int, int, int]:

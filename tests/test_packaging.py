@@ -174,3 +174,30 @@ def use_empty_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("HF_KVCACHE_HOME", str(folder))
     monkeypatch.setattr(demo_model, "_in_hub_cache", lambda: False)
     monkeypatch.setattr(demo_model, "_hub_answers", lambda: False)
+
+
+def test_the_public_names() -> None:
+    """Whoever adds or removes one changes what users may type, and says so here."""
+    assert hf_kvcache.__all__ == [
+        "BlockPool",
+        "CPUOffloadedCache",
+        "CrossLayerSharedCache",
+        "HeavyHitterCache",
+        "KVCache",
+        "Offload",
+        "PrefixStore",
+        "QuantizedKIVICache",
+        "Sharing",
+        "SlidingWindowCache",
+        "SnapKVCache",
+        "attach",
+        "convert_to_mla",
+        "detach",
+        "disable_absorb",
+        "enable_absorb",
+        "find_sharing",
+        "load",
+        "plan_mla",
+        "prefix_training",
+    ]
+    assert all(hasattr(hf_kvcache, name) for name in hf_kvcache.__all__)

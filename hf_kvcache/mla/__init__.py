@@ -1,5 +1,18 @@
 """Multi-head latent attention (MLA): attention over the latents as they are cached."""
 
 from .absorb import disable_absorb, enable_absorb
+from .convert import LayerReport, MLAReport, convert_to_mla
+from .module import LayerDims, MLAAttention
+from .plan import MLAPlan, plan_mla
 
-__all__ = ["disable_absorb", "enable_absorb"]
+__all__ = [
+    "LayerDims",
+    "LayerReport",
+    "MLAAttention",
+    "MLAPlan",
+    "MLAReport",
+    "convert_to_mla",
+    "disable_absorb",
+    "enable_absorb",
+    "plan_mla",
+]
