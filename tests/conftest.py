@@ -1,7 +1,8 @@
-"""What every test shares: two threads, one seed, quiet libraries, and the small real model."""
+"""What every test shares: at most two threads, one seed, quiet libraries, and the small real model."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,8 @@ transformers.logging.disable_progress_bar()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the number of threads, and drop warnings that are about upstream code and not about ours."""
-    torch.set_num_threads(2)
+    # Side by side (`pytest -n`), each process has a core of its own at best.
+    torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else 2)
     config.addinivalue_line("filterwarnings", "ignore:`past_key_values` is deprecated:FutureWarning")
     for category in ("DeprecationWarning", "FutureWarning", "UserWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::{category}:transformers")
