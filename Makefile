@@ -10,7 +10,7 @@ TORCH ?= 2.13.0
 # transformers 5.21 and later need Python 3.11.
 TRANSFORMERS ?= $(shell $(PYTHON) -c "import sys; print('5.24.0' if sys.version_info >= (3, 11) else '5.20.2')")
 DEMO_ARGS ?=
-# Tests run side by side, each in one thread: tiny models gain nothing from more.
+# Tests run side by side (at most four: some hold a real model), each in one thread: tiny models gain nothing from more.
 WORKERS ?= auto
 PYTEST_ARGS ?=
 
@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(RUN) examples/quickstart.py $(DEMO_ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
