@@ -315,7 +315,7 @@ class KVCache(DynamicCache):
         text = (
             f"{name}({arguments}): seen {seen} tokens, kept {span} rows per KV head, "
             f"{self._bits()} bits per element, {self.nbytes:,} bytes, "
-            f"{own / full:.3f} of full precision"
+            f"{own / max(full, 1):.3f} of full precision"
         )
         if self.sharing:
             text += f", {sum(readers)} layers reading {len(layers)}"
@@ -395,7 +395,15 @@ class KVCache(DynamicCache):
             layer.check_crop(tokens_to_remove)
         # transformers' own layers refuse before they change anything, and all for the same reason.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, KVLayer)):
-            layer.crop(tokens_to_remove)
+            try:
+                layer.crop(tokens_to_remove)
+            except RuntimeError as error:
+                if isinstance(layer, KVLayer):
+                    raise
+                raise ValueError(
+                    f"a layer that is left to transformers cannot be rolled back now ({error}). Call "
+                    "`cache.activate_past_recording()` before the step that may be undone, or use scope='all'."
+                ) from error
 
     def seal(self) -> None:
         """Make everything held so far read-only, so that copies of this cache share it instead of copying it.

@@ -491,22 +491,40 @@ class KVLayer(CacheLayerMixin):
         pending = self.pending
         assert pending is not None
         if not self.record_past:
-            self._apply(step)
+            try:
+                self._apply(step)
+            except MemoryError:
+                self._give_up()
+                raise
             self.pending = None
             return
-        if not pending.written:
-            self.segments.append(pending.rows)
+        self._write_pending()
         self.pending = None
         self._deferred = self._hold_back(step)
         self._next_is_prompt = False
+
+    def _write_pending(self) -> None:
+        """Write new tokens that were attended where they lay."""
+        assert self.pending is not None
+        if self.pending.written:
+            return
+        try:
+            self.segments.append(self.pending.rows)
+        except MemoryError:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """There was no room for the tokens of this step: it has not been, and other layers find that out."""
+        if self.pending is not None and not self.pending.written:
+            self._seen, self.pending = self.pending.start, None
 
     def finish_unseen(self) -> None:
         """End of a step that the policy has nothing to do with: all its rows stay."""
         assert self.pending is not None
         if self._awaits_reader():
             return
-        if not self.pending.written:
-            self.segments.append(self.pending.rows)
+        self._write_pending()
         self.pending = None
         if self.record_past:
             self._next_is_prompt = False
@@ -658,8 +676,7 @@ class KVLayer(CacheLayerMixin):
                 f"layer {self.layer_idx} of {self.technique} was given tokens that never went through its attention "
                 "function: was the model detached, or did a forward pass fail half-way? Call `cache.reset()`."
             )
-        if not pending.written:
-            self.segments.append(pending.rows)
+        self._write_pending()
         self.pending = None
         if not self.record_past:
             with torch.no_grad():

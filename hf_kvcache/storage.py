@@ -62,6 +62,8 @@ def save(cache: KVCache, path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"cannot save to {path}: the folder {folder} does not exist")
+    if len({layer.get_seq_length() for layer in cache.kv_layers}) > 1:
+        raise ValueError("this cache was left half-way by a forward pass that was interrupted: call `cache.reset()`")
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):

@@ -106,7 +106,7 @@ class HostPages:
         used = sorted(set(rows))
         if 2 * len(used) <= self.keys.shape[0]:  # most stored rows belong to nobody any more
             self.wait()
-            pick = torch.tensor(used)
+            pick = torch.tensor(used, dtype=torch.int64)
             with torch.inference_mode(False):
                 pinned = self.keys.is_pinned()
                 twin = HostPages.empty(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Tokens that must be saved before it pays to compute a common prefix in a step of its own.
 LEAST = 16
+NO_CACHE = "`use_cache` is False"
 # What transformers hands to a model with the first step of a text only: of no use once those tokens are in the cache.
 _FIRST_STEP_ONLY = ("pixel_", "input_features", "input_values", "image_patches", "high_res_", "num_local_patches")
 _BY_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -48,7 +49,9 @@ def run(store: PrefixStore, model: Any, inputs: Any, kwargs: dict[str, Any]) -> 
     name = cache_name(inner)
     if request.why_not is not None:
         store._warn(f"unshared {request.why_not}", f"{request.why_not}; this call shares no prefix")
-        output = model.generate(**request.given, **kwargs, **{name: cache})
+        # A model that is told to use no cache feeds its last token alone all the same where it is given one.
+        mine = {} if request.why_not == NO_CACHE else {name: cache}
+        output = model.generate(**request.given, **kwargs, **mine)
         if request.feeds_all and not request.padded:
             _keep(store, inner, cache, request, output if isinstance(output, torch.Tensor) else output.sequences)
         return output
@@ -137,7 +140,7 @@ def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any])
         if isinstance(kwargs[key], torch.Tensor) and not key.startswith("negative_prompt"):
             given[key] = kwargs.pop(key)
     given = {key: value for key, value in given.items() if value is not None}
-    for key in ("inputs_embeds", "position_ids", "past_key_values", "cache"):
+    for key in ("inputs_embeds", "position_ids", "past_key_values", "cache", "cache_implementation"):
         if given.get(key) is not None or kwargs.get(key) is not None:
             raise ValueError(
                 f"`store.generate` finds prefixes by token ids and makes the cache itself; leave `{key}` out"
@@ -161,7 +164,7 @@ def _take_apart(inner: Any, cache: KVCache, inputs: Any, kwargs: dict[str, Any])
     drafts = drafts or any(setting(key) for key in ("prompt_lookup_num_tokens", "assistant_early_exit"))
     pieces = bool(setting("prefill_chunk_size")) and _version() < (5, 24)
     if setting("use_cache") is False:
-        why = "`use_cache` is False"
+        why = NO_CACHE
     elif content and len(ids) > 1:
         why = f"which rows the inputs {', '.join(sorted(content))} belong to is the model's business"
     elif drafts:

@@ -58,6 +58,8 @@ class PrefixStore:
         for name, value in (("max_bytes", max_bytes), ("max_disk_bytes", max_disk_bytes)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a positive number of bytes, got {value!r}")
+        if max_disk_bytes is not None and path is None:
+            raise ValueError("`max_disk_bytes` bounds what lies under `path`: give a `path` too, or leave it None")
         if max_bytes is None:
             raise ValueError("`max_bytes` must be a positive number of bytes: it bounds what the store holds in memory")
         if isinstance(cache, KVCache):
@@ -156,6 +158,11 @@ class PrefixStore:
         batch = next((b for b in map(rows.batch_of, cache.layers) if b is not None), 0)
         if held and batch not in (1, ids.shape[0]):
             raise ValueError(f"the cache holds {batch} batch rows, but `input_ids` has {ids.shape[0]}")
+        if held and batch < ids.shape[0] and bool((ids[:, :held] != ids[:1, :held]).any()):
+            raise ValueError(
+                f"the cache holds one batch row, but `input_ids` has {ids.shape[0]} different ones: put each row with "
+                "the cache that read it"
+            )
         if ids.shape[1] < held and rows.others(cache):
             raise ValueError(
                 f"the cache holds {held} tokens and `input_ids` has {ids.shape[1]}, but its layers "

@@ -73,6 +73,12 @@ def find_sharing(
     if model.training:
         raise ValueError("the model is in training mode, where dropout would decide: call `model.eval()` first")
     kinds = layer_kinds(model.config, scope)
+    found = [kind for kind in kinds if not isinstance(kind, str)]
+    most = sum(kind in found[:index] for index, kind in enumerate(found))  # the first of each kind follows nobody
+    if layers_to_share > most:
+        raise ValueError(
+            f"`layers_to_share` is {layers_to_share}, but at most {most} layers of this model can follow others"
+        )
     windows = _windows(texts, tokenizer, tokens)
     ours = is_ours(model.config.get_text_config(decoder=True)._attn_implementation)
     try:
