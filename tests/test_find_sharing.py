@@ -123,8 +123,10 @@ def test_the_search_is_bounded_and_ends():
     model = llama()
     found = find_sharing(model, TEXTS, 3, "kl", sources=2, tries=3, progress=False)
     assert len(found.tried) <= 5 * 2 + 3 * 3
-    with pytest.raises(ValueError, match="only . of 6 layers can share, because no layer is left"):
-        find_sharing(model, TEXTS, 6, "kl", sources=1, tries=1, progress=False)
+    with pytest.raises(ValueError, match="only . of 5 layers can share, because no layer is left"):
+        find_sharing(model, TEXTS, 5, "kl", sources=1, tries=1, progress=False)
+    with pytest.raises(ValueError, match="at most 5 layers"):
+        find_sharing(model, TEXTS, 6, "kl", progress=False)
 
 
 def test_windowed_layers_and_hybrids():
