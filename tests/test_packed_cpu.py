@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_kvcache.codecs import KIVI, Rotated
+from hf_kvcache.codecs import KIVI, Codec, Rotated
 from hf_kvcache.ops.attention import Extras
 from hf_kvcache.ops.decode_attention import cpu, decode_attention, dispatch, reference
 from hf_kvcache.ops.packed import BITS, Format
@@ -143,6 +144,31 @@ def test_what_is_kept_from_step_to_step_follows_every_change(monkeypatch: pytest
             near(ours, plain)
 
     assert store.attended()[1].steady is not None
+
+
+@pytest.mark.parametrize(
+    "codec", [Rotated(4, residual_length=20), KIVI(4, residual_length=20)], ids=["rotated", "kivi"]
+)
+def test_buffers_that_were_outgrown_are_gone_before_the_next_step(codec: Codec) -> None:
+    """Or the packed rows of all layers are in memory twice, from a flush until attention looks at each layer again."""
+
+    def codes() -> int:
+        gc.collect()
+        every = (t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype == torch.uint8)
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in every}.values())
+
+    others = codes()
+    store = PackedStore(lambda keys, values: codec.for_layer(0, 1, keys, values))
+    sizes = []
+    for token in range(400):
+        index = torch.full((1, 1, 1), token, dtype=torch.int32)
+        store.append(Rows(*torch.randn(2, 1, 2, 1, 64).bfloat16(), index))
+        store.attended()
+        if store.compress():
+            held = sum(t.nbytes for side in store._sides() for t in side.tensors().values() if t.dtype == torch.uint8)
+            sizes.append(held)
+            assert codes() - others == held
+    assert len(set(sizes)) > 2, "buffers grew"
 
 
 def test_a_step_that_needs_gradients_is_differentiated() -> None:

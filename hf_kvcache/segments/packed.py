@@ -284,8 +284,12 @@ class PackedStore:
         self._thaw()
         self.tail.append(rows)
 
-    def _note_mode(self) -> None:
-        """Remember that buffers may be made under `torch.inference_mode` now (asking each of them takes longer)."""
+    def _before_writing(self) -> None:
+        """Before buffers are made: remember whether that is under `torch.inference_mode` (asking each takes longer).
+
+        Views of the old ones are let go, or the packed rows of all layers would be there twice until the next step.
+        """
+        self._attended = None
         self._frozen = self._frozen or torch.is_inference_mode_enabled()
 
     def _thaw(self) -> None:
@@ -372,7 +376,7 @@ class PackedStore:
 
     def reserve(self, rows: Rows, slots: int) -> None:
         """Room for `slots` slots in every table of packed rows."""
-        self._note_mode()
+        self._before_writing()
         batch, heads = rows.keys.shape[:2]
         device = rows.keys.device
         if self.keys is None or self.values is None:
@@ -392,7 +396,7 @@ class PackedStore:
 
     def _to_front(self, part: slice | torch.Tensor, rows: Rows, start: int, have: int, count: int) -> None:
         """Move `count` first rows of some batch rows to the front, behind the `have` that are there."""
-        self._note_mode()
+        self._before_writing()
         if self.front is None:
             total, batch = self.codec.num_sink_tokens, len(self.used)
 
@@ -450,7 +454,7 @@ class PackedStore:
         Rows of a codec that is `per_token` move as they are; others are decoded, and coded again when they leave the
         exact window.
         """
-        self._note_mode()
+        self._before_writing()
         positions = (
             rows.positions.gather(-1, index.expand(-1, max(rows.positions.shape[1], index.shape[1]), -1))
             if rows.positions.shape[1] >= index.shape[1]
@@ -582,7 +586,7 @@ class PackedStore:
 
     def _widen(self, heads: int) -> None:
         """Give every head positions of its own."""
-        self._note_mode()
+        self._before_writing()
         if self.slot_positions is not None and self.slot_positions.shape[1] != heads:
             self.slot_positions = self.slot_positions.expand(-1, heads, -1).contiguous()
         if self.front is not None and self.front.positions.shape[1] != heads:
@@ -630,7 +634,7 @@ class PackedStore:
 
     def _sweep(self) -> None:
         """Free whole tiles of packed slots that are empty, and empty rows of the tail."""
-        self._note_mode()
+        self._before_writing()
         if self.has_packed and self.keys is not None and self.values is not None and self.slot_positions is not None:
             unit = math.lcm(2 * self.keys.half, self.codec.block)
             held = (self.slot_positions[:, :, : self.slots] != EMPTY).any(1).any(0)
@@ -702,7 +706,7 @@ class PackedStore:
 
     def batch_map(self, fn: Callable[[torch.Tensor], torch.Tensor], lists: bool = True) -> None:
         """Apply `fn` to every tensor, and (`lists`) to the numbers of each batch row."""
-        self._note_mode()
+        self._before_writing()
         self.tail.batch_map(fn)
         self.front = None if self.front is None else self.front.map(fn)
         for side in (self.keys, self.values):
