@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .factor import BASELINES, Components, Factors, Recipe, choose_alike, factorize
+from .factor import BASELINES, Components, Factors, Recipe, choose_alike, choose_default, factorize
 from .host import Host, inspect_hosts, watch
 from .module import LayerDims, MLAAttention, attention_class
 from .moments import Moments, collect, of_weights, run
@@ -103,7 +103,9 @@ def convert_to_mla(
             Several windows as long as a typical context. Needed unless `method="svd"`.
         tokenizer: for texts, which are joined and cut into windows of 1,024 tokens.
         rotary: "energy" chooses the rotary components of each layer for itself; "uniform" the same frequencies and
-            sizes for all layers, as formats without tables of their own need.
+            sizes for all layers, as formats without tables of their own need (`export_deepseek_v3` for transformers);
+            "default" one component of each of evenly spaced frequencies, as those with default RoPE need (vLLM): a
+            rotary key of the head size at most.
         method: "complex", or one of the baselines "transmla" and "svd" to compare with.
 
     Returns:
@@ -119,8 +121,8 @@ def convert_to_mla(
         raise ValueError("this model is converted already: load the original again to convert it otherwise")
     if method != "complex" and method not in BASELINES:
         raise ValueError(f"`method` must be 'complex', {', '.join(map(repr, BASELINES))}, got {method!r}")
-    if rotary not in ("energy", "uniform"):
-        raise ValueError(f"`rotary` must be 'energy' or 'uniform', got {rotary!r}")
+    if rotary not in ("energy", "uniform", "default"):
+        raise ValueError(f"`rotary` must be 'energy', 'uniform' or 'default', got {rotary!r}")
     recipe = BASELINES.get(method, Recipe())
     if calibration is None and recipe.data:
         raise ValueError(
@@ -134,13 +136,13 @@ def convert_to_mla(
         )
     batches = [] if calibration is None else _batches(calibration, tokenizer, model)
     hosts = inspect_hosts(model)
-    plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep)
+    plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep, rotary)
     # Sizes are tried on a part of the calibration that the moments have not seen, where there is enough of it.
     trial = batches[-1] if batches else None
     seen = batches[:-1] if len(batches) > 4 else batches
     reports: list[LayerReport] = []
     dims: list[dict[str, Any]] = []
-    for group in _groups(hosts, 1 if rotary == "uniform" else None):
+    for group in _groups(hosts, None if rotary == "energy" else 1):
         moments = _moments(model, group, seen, recipe)
         chosen = _choose(model, group, moments, plan, recipe, rotary, trial)
         for host, (factors, error) in zip(group, chosen, strict=True):
@@ -220,11 +222,16 @@ def _moments(model: Any, hosts: list[Host], batches: Sequence[torch.Tensor], rec
 # ---------------------------------------------------------------------- sizes
 
 
-def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None) -> MLAPlan:
+def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None, rotary: str) -> MLAPlan:
     n = {host.width for host in hosts}
     if len(n) > 1 and (rank is not None or rope is not None):
         raise ValueError("the layers of this model differ in size: give `kv_keep` instead of sizes for all of them")
-    return complete(min(n), rank, rope, keep)
+    return complete(min(n), rank, rope, keep, widest=_widest(hosts[0], rotary))
+
+
+def _widest(host: Host, rotary: str) -> int | None:
+    """The largest rotary key, where it is not all of the keys."""
+    return host.head_dim if rotary == "default" else None
 
 
 def _choose(
@@ -242,6 +249,8 @@ def _choose(
     def make(host: Host, rope: int) -> Factors:
         if rotary == "uniform":
             kept = choose_alike(list(components.values()), rope // 2)
+        elif rotary == "default":
+            kept = choose_default(list(components.values()), rope // 2)
         else:
             kept = components[host.name].choose(rope // 2)
         return factorize(host, moments[host.name], components[host.name], kept, recipe, _centered(host))
@@ -253,7 +262,7 @@ def _choose(
         def found(host: Host, hidden: torch.Tensor, table: Any) -> None:
             tried = Trial(host, hidden, table)
             curve = curves.setdefault(host.name, {})
-            for rope, ranks in grid(host.width, plan, rotary == "energy"):
+            for rope, ranks in grid(host.width, plan, rotary == "energy", _widest(host, rotary)):
                 factors = make(host, rope)
                 for rank in ranks:
                     curve[rope, rank] = tried.error(factors.at(rank))
