@@ -15,6 +15,8 @@ from .host import Host, inspect_hosts, watch
 from .module import LayerDims, MLAAttention, attention_class
 from .moments import Moments, collect, of_weights, run
 from .plan import MLAPlan, allot, complete, grid
+from .pre_rope import FORM as PRE_ROPE
+from .pre_rope import PreRopeAttention, convert_to_pre_rope
 from .saved import adopt
 from .trial import Trial
 
@@ -85,6 +87,7 @@ def convert_to_mla(
     *,
     rotary: str = "energy",
     method: str = "complex",
+    form: str = "latent",
 ) -> tuple[PreTrainedModel, MLAReport]:
     """Put multi-head latent attention (arXiv 2405.04434, 2502.07864) in the place of every attention module of `model`.
 
@@ -107,6 +110,11 @@ def convert_to_mla(
             "default" one component of each of evenly spaced frequencies, as those with default RoPE need (vLLM): a
             rotary key of the head size at most.
         method: "complex", or one of the baselines "transmla" and "svd" to compare with.
+        form: "latent", or "pre_rope" for a form that loses nothing where the hidden size is less than two times KV heads
+            times head size (multi-head attention: half of the bytes): the input of the key and value projections is
+            cached instead of keys and values, which are made again of all of it at every step. It takes no sizes and
+            no calibration, works with caches that keep every token, and decodes slower: memory is what it saves. See
+            `docs/mla_export.md`.
 
     Returns:
         The model and an `MLAReport`.
@@ -117,8 +125,15 @@ def convert_to_mla(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"expected a transformers model, got {type(model).__name__}")
-    if any(isinstance(module, MLAAttention) for module in model.modules()):
+    if any(isinstance(module, (MLAAttention, PreRopeAttention)) for module in model.modules()):
         raise ValueError("this model is converted already: load the original again to convert it otherwise")
+    if form == PRE_ROPE:
+        given = (kv_lora_rank, qk_rope_head_dim, kv_keep, calibration, tokenizer)
+        if any(x is not None for x in given) or (rotary, method) != ("energy", "complex"):
+            raise ValueError("form='pre_rope' takes no sizes, calibration, `rotary` or `method`: it is always lossless")
+        return _pre_rope(model)
+    if form != "latent":
+        raise ValueError(f"`form` must be 'latent' or 'pre_rope', got {form!r}")
     if method != "complex" and method not in BASELINES:
         raise ValueError(f"`method` must be 'complex', {', '.join(map(repr, BASELINES))}, got {method!r}")
     if rotary not in ("energy", "uniform", "default"):
@@ -129,11 +144,7 @@ def convert_to_mla(
             "convert_to_mla needs `calibration`: texts together with `tokenizer=`, or batches of token ids; without "
             "any, the result is of no use (method='svd' shows it)"
         )
-    if model.config.get_text_config(decoder=True) is not model.config:
-        raise NotImplementedError(
-            f"{type(model).__name__} has its language model inside another one: load the language model alone "
-            "(AutoModelForCausalLM of its text checkpoint)"
-        )
+    _check_alone(model)
     batches = [] if calibration is None else _batches(calibration, tokenizer, model)
     hosts = inspect_hosts(model)
     plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep, rotary)
@@ -156,6 +167,27 @@ def convert_to_mla(
     adopt(model, dims)
     tokens = sum(ids.numel() for ids in seen)
     return model, MLAReport(reports, tokens, method, rotary, {"kv_keep": kv_keep})
+
+
+def _pre_rope(model: PreTrainedModel) -> tuple[PreTrainedModel, MLAReport]:
+    _check_alone(model)
+    entries = convert_to_pre_rope(model)
+    adopt(model, entries)
+    reports = []
+    for entry in entries:
+        hidden = entry["kv_lora_rank"] + entry["qk_rope_head_dim"]
+        size = next(model.get_submodule(entry["name"]).parameters()).element_size()
+        before = entry["elements_before"] * size
+        reports.append(LayerReport(entry["name"], hidden, 0, 1.0, 1.0, 0.0, before, hidden * size))
+    return model, MLAReport(reports, 0, PRE_ROPE, "none")
+
+
+def _check_alone(model: PreTrainedModel) -> None:
+    if model.config.get_text_config(decoder=True) is not model.config:
+        raise NotImplementedError(
+            f"{type(model).__name__} has its language model inside another one: load the language model alone "
+            "(AutoModelForCausalLM of its text checkpoint)"
+        )
 
 
 # ---------------------------------------------------------------------- calibration

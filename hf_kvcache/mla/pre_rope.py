@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .host import Host, rotate
+from ..view import KVView
+from .host import Host, inspect_hosts, rotate
 
+FORM = "pre_rope"
 _GROWING = ("dynamic", "longrope")
 
 
@@ -56,12 +58,16 @@ class _Stored:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.hidden.shape[-1] // 2
         rows = self.hidden[:, None]
-        first, second = self.cache.update(rows[..., :half], rows[..., half:], layer_idx, *args, **kwargs)
+        stored = self.cache.update(rows[..., :half], rows[..., half:], layer_idx, *args, **kwargs)
+        # Read even where nothing comes before: caches that drop rows refuse, before anything is generated.
+        first, second = (x.materialize() if isinstance(x, KVView) else x for x in stored)
         new, held = key_states.shape[2], first.shape[2]
         if new == held:
             return key_states, value_states  # nothing before them
         rows = torch.cat([first, second], dim=-1)[:, 0].to(self.hidden.dtype)
-        where = positions_of(self.mask, self.positions, rows.shape[0], new, held, rows.device, self.module)
+        # A window hides the oldest rows, as if they were padding, and may have dropped them.
+        whole = not self.module.windowed and held >= int(self.cache.get_seq_length(layer_idx))
+        where = positions_of(self.mask, self.positions, rows, new, whole)
         keys, values = keys_and_values(self.module, rows)
         cos, sin = self._table(where)
         return rotate(keys, cos, sin).transpose(1, 2), values.transpose(1, 2)
@@ -81,63 +87,59 @@ def keys_and_values(module: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torc
     return keys, values
 
 
-def positions_of(
-    mask: Any, positions: Any, batch: int, new: int, held: int, device: torch.device, module: Any
-) -> torch.Tensor:
-    """Positions `[B, held]` of the rows of a cache, of which `new` ones are the step's own.
+def positions_of(mask: Any, positions: Any, rows: torch.Tensor, new: int, whole: bool) -> torch.Tensor:
+    """Positions `[B, held]` of the rows `[B, held, hidden]` of a cache, of which `new` ones are the step's own.
 
     Args:
         mask: `[B, 1, new, held]` of booleans or numbers, `[B, held]` of zeros and ones, or None if all is seen.
         positions: `[B, new]` or `[1, new]` of the new tokens.
+        whole: whether the rows begin with the first token ever, and the mask hides none of them but padding.
 
     Raises `ValueError` for positions that do not follow from the mask.
     """
     if not isinstance(positions, torch.Tensor):
         raise ValueError(
-            f"{type(module).__name__} was not given `position_ids`, without which the pre-RoPE form cannot rotate the "
-            "keys that it makes"
+            "the attention module was not given `position_ids`, without which the pre-RoPE form cannot rotate the keys "
+            "that it makes"
         )
+    batch, held, device = *rows.shape[:2], rows.device
     positions = positions.to(device).expand(batch, new)
     index = torch.arange(held, device=device)
     own = torch.arange(held - new, held, device=device).expand(batch, new)  # the rows of the new tokens
     real = torch.ones(batch, held, dtype=torch.bool, device=device)
+    known = real[:, :new]  # new tokens that are no padding
     if isinstance(mask, torch.Tensor):
         seen = mask.to(device) if mask.dtype == torch.bool else mask.to(device) > -1e4 if mask.ndim == 4 else mask > 0
         if seen.ndim == 4:
             seen = seen[:, 0, :, :held].expand(batch, new, held)
             real = seen.any(1)
             # Buffers of a fixed length have room behind the new tokens. (A token of padding sees nothing.)
-            own = torch.where(seen.any(-1), (seen * (index + 1)).argmax(-1), own)
+            known = seen.any(-1)
+            own = torch.where(known, (seen * (index + 1)).argmax(-1), own)
         else:
-            real = seen[:, :held].to(device).expand(batch, held)
+            real = seen[:, :held].expand(batch, held)
+            known = real[:, held - new :]
     elif mask is not None:
         raise ValueError(
             f"the pre-RoPE form cannot read a mask that is a {type(mask).__name__}: use another attention "
             "implementation ('sdpa' or 'eager')"
         )
     counted = real.cumsum(1)  # [B, held]
-    theirs = counted.gather(1, own)
-    known = real.gather(1, own)
-    by_mask, by_row = positions - theirs, positions - own
+    by_mask, by_row = positions - counted.gather(1, own), positions - own
     # The newest token of each row that is no padding.
     at = (known * (torch.arange(new, device=device) + 1)).argmax(1, keepdim=True)
-    offset = by_mask.gather(1, at)
-    # Rows without padding between them are as far apart as they lie. With an offset from elsewhere the mask decides.
-    if bool(((by_mask == offset) | ~known).all()) and (_windowed(module) or bool(((offset == -1) | ~known.any(1, True)).all())):
-        return (counted + offset).clamp(min=0)
-    offset = by_row.gather(1, at)
-    if bool(((by_row == offset) | ~known).all()) and (_windowed(module) or bool((offset == 0).all())):
-        return (index + offset).clamp(min=0)
+    for differences, numbers, first in ((by_mask, counted, -1), (by_row, index, 0)):
+        offset = differences.gather(1, at)
+        fits = (differences == offset) | ~known
+        if whole:
+            fits &= (offset == first) | ~known
+        if bool(fits.all()):
+            return (numbers + offset).clamp(min=0)
     raise ValueError(
         "`position_ids` follow neither the attention mask (as `generate` makes them) nor the number of tokens in the "
         "cache, so the pre-RoPE form does not know the positions of its cached rows: leave `position_ids` out, or "
         "convert with form='latent'"
     )
-
-
-def _windowed(module: Any) -> bool:
-    """Whether the cache may hold the newest rows only, so that positions do not begin with the first of them."""
-    return getattr(module, "sliding_window", None) is not None
 
 
 def check_pre_rope(model: Any, hosts: list[Host]) -> None:
@@ -182,7 +184,7 @@ def rotary_calls(model: nn.Module, hosts: list[Host]) -> list[tuple[nn.Module, t
             if isinstance(output, tuple) and output[0] is table[0]:
                 found[id(module)] = (rotary, extra)
 
-    rotaries = [module for module in model.modules() if any(n.endswith("inv_freq") for n, _ in module.named_buffers(recurse=False))]
+    rotaries = [module for module in model.modules() if _is_rotary(module)]
     handles = [module.register_forward_hook(rotary_hook, with_kwargs=True) for module in rotaries]
     handles += [host.module.register_forward_pre_hook(host_hook, with_kwargs=True) for host in hosts]
     try:
@@ -201,14 +203,60 @@ def rotary_calls(model: nn.Module, hosts: list[Host]) -> list[tuple[nn.Module, t
     return [found[id(host.module)] for host in hosts]
 
 
+def _is_rotary(module: nn.Module) -> bool:
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+
+
 @memoized
 def pre_rope_class(host: Any) -> type[PreRopeAttention]:
     """`PreRopeAttention` for one host."""
     return type(f"PreRope{host.__name__}", (PreRopeAttention, host), {"__module__": __name__, "host": host})
 
 
-def make_pre_rope(module: Any, rotary: nn.Module, extra: tuple[Any, ...]) -> None:
+def make_pre_rope(module: Any, rotary: nn.Module, extra: tuple[Any, ...], windowed: bool) -> None:
     """Make a host's module one that caches its input, in place."""
     module.__class__ = pre_rope_class(type(module))
     # In a list: no submodule of this one, and still the copy's own after `copy.deepcopy`.
     module.rotary = [rotary, extra]
+    module.windowed = windowed
+
+
+def convert_to_pre_rope(model: Any) -> list[dict[str, Any]]:
+    """Change every attention module of a model in place, and return what `adopt` writes into the config about them."""
+    hosts = inspect_hosts(model)
+    check_pre_rope(model, hosts)
+    names = {id(module): name for name, module in model.named_modules()}
+    entries: list[dict[str, Any]] = []
+    for host, (rotary, extra) in zip(hosts, rotary_calls(model, hosts), strict=True):
+        windowed = host.extras.get("sliding_window") is not None
+        make_pre_rope(host.module, rotary, extra, windowed)
+        hidden = host.module.k_proj.in_features
+        entries.append(
+            {
+                "name": host.name,
+                "layer_idx": host.module.layer_idx,
+                "form": FORM,
+                "rotary": names[id(rotary)],
+                "rotary_arguments": list(extra),
+                "windowed": windowed,
+                # Sizes of the two tensors that a cache is given.
+                "kv_lora_rank": hidden // 2,
+                "qk_rope_head_dim": hidden - hidden // 2,
+                "elements_before": 2 * host.width,
+            }
+        )
+    return entries
+
+
+def install_pre_rope(model: Any, module: Any, entry: dict[str, Any]) -> None:
+    """Change one module of a model that is being built, by an entry of its config. Raises `ValueError`."""
+    where, extra = entry.get("rotary"), entry.get("rotary_arguments")
+    rotary = dict(model.named_modules()).get(where) if isinstance(where, str) else None
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    known = isinstance(extra, list) and all(isinstance(kind, str) and kind in kinds for kind in extra)
+    if rotary is None or not _is_rotary(rotary) or not known or type(entry.get("windowed")) is not bool:
+        raise ValueError(f"an entry of `mla` in the config is not understood: {str(entry)[:200]}")
+    hidden = module.k_proj.in_features
+    if (entry.get("kv_lora_rank"), entry.get("qk_rope_head_dim")) != (hidden // 2, hidden - hidden // 2):
+        raise ValueError(f"the sizes of {entry.get('name')} in `mla` do not fit the model")
+    make_pre_rope(module, rotary, tuple(entry["rotary_arguments"]), entry["windowed"])
