@@ -7,6 +7,9 @@ import json
 
 import pytest
 import torch
+from contract.common import CACHE, batch, feed, generate
+from contract.common import positions_of as by_mask
+from test_mla_convert import CALIBRATION, YARN, build
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -34,9 +37,6 @@ from hf_kvcache import (
 )
 from hf_kvcache.codecs import Rotated
 from hf_kvcache.mla.pre_rope import PreRopeAttention, positions_of
-
-from contract.common import CACHE, batch, feed, generate, positions_of as by_mask
-from test_mla_convert import CALIBRATION, YARN, build
 
 HOSTS = {
     "mha": (LlamaForCausalLM, LlamaConfig, {}),
@@ -334,7 +334,9 @@ def test_training_is_the_hosts(host) -> None:
     grads = []
     for which in (stock, model):
         which.train()
-        which(input_ids=ids, attention_mask=mask, position_ids=by_mask(mask), labels=labels, use_cache=False).loss.backward()
+        which(
+            input_ids=ids, attention_mask=mask, position_ids=by_mask(mask), labels=labels, use_cache=False
+        ).loss.backward()
         grads.append([p.grad for p in which.parameters() if p.grad is not None])
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)

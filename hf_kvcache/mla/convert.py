@@ -110,11 +110,11 @@ def convert_to_mla(
             "default" one component of each of evenly spaced frequencies, as those with default RoPE need (vLLM): a
             rotary key of the head size at most.
         method: "complex", or one of the baselines "transmla" and "svd" to compare with.
-        form: "latent", or "pre_rope" for a form that loses nothing where the hidden size is less than two times KV heads
-            times head size (multi-head attention: half of the bytes): the input of the key and value projections is
-            cached instead of keys and values, which are made again of all of it at every step. It takes no sizes and
-            no calibration, works with caches that keep every token, and decodes slower: memory is what it saves. See
-            `docs/mla_export.md`.
+        form: "latent", or "pre_rope" for a form that loses nothing where the hidden size is less than two times KV
+            heads times head size (multi-head attention: half of the bytes): the input of the key and value projections
+            is cached instead of keys and values, which are made again of all of it at every step. It takes no sizes
+            and no calibration, works with caches that keep every token, and decodes slower: memory is what it saves.
+            See `docs/mla_export.md`.
 
     Returns:
         The model and an `MLAReport`.

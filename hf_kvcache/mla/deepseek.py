@@ -77,8 +77,8 @@ def rotary_of(model: Any, modules: list[MLAAttention], target: str) -> Rotary:
         theta = _theta_of(short[list(slots)].double()) if slots and short is long else None
         if theta is None:
             raise NotImplementedError(
-                "vLLM has default RoPE only for DeepSeek-V3, each frequency once and evenly spaced ones, and this model "
-                f"has {_why_not(counts, short is long)}. Convert with convert_to_mla(..., rotary='default'), or "
+                "vLLM has default RoPE only for DeepSeek-V3, each frequency once and evenly spaced ones, and this "
+                f"model has {_why_not(counts, short is long)}. Convert with convert_to_mla(..., rotary='default'), or "
                 "export for target='hf'"
             )
     if theta is not None:
@@ -98,7 +98,7 @@ def rotary_of(model: Any, modules: list[MLAAttention], target: str) -> Rotary:
 
 
 def _tables(model: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Frequencies `[D/2]` in float32 of short and of long contexts (one object where they are the same), and a scale."""
+    """Frequencies `[D/2]` in float32 of short and of long contexts (one object if they are the same), and a scale."""
     rotary = getattr(model.model, "rotary_emb", None)
     parameters: Any = getattr(model.config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type")

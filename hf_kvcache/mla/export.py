@@ -127,7 +127,12 @@ def export_deepseek_v3(
         _check_config(folder / "config.json")
     before = sum(module.kv_lora_rank + module.qk_rope_head_dim for module in modules)
     layers = [
-        {"kv_lora_rank": m.kv_lora_rank, "qk_rope_head_dim": m.qk_rope_head_dim, "scale": f.scale, "fold_error": f.error}
+        {
+            "kv_lora_rank": m.kv_lora_rank,
+            "qk_rope_head_dim": m.qk_rope_head_dim,
+            "scale": f.scale,
+            "fold_error": f.error,
+        }
         for m, (f, _) in zip(modules, plan.folds, strict=True)
     ]
     return ExportReport(
@@ -170,8 +175,8 @@ def _check(model: Any, modules: list[MLAAttention], target: str, dtype: torch.dt
 
     if dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise refuse(
-            f"{dtype} has too small a range for latents that are scaled down to fold their norm away (or is no dtype of "
-            "weights): give dtype=torch.bfloat16 or torch.float32"
+            f"{dtype} has too small a range for latents that are scaled down to fold their norm away (or is no dtype "
+            "of weights): give dtype=torch.bfloat16 or torch.float32"
         )
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or len(layers) != len(modules):
@@ -246,8 +251,7 @@ class _Plan:
         parts = ("q_proj", "kv_a_proj_with_mqa", "o_proj")
         self.bias = any(bias_of(getattr(module, part)) is not None for module in modules for part in parts)
         self.folds: list[tuple[Fold, Fold | None]] = [
-            (fold_of(latent, dtype), fold_of(hidden, dtype) if self.query_bias else None)
-            for latent, hidden in seen.rms
+            (fold_of(latent, dtype), fold_of(hidden, dtype) if self.query_bias else None) for latent, hidden in seen.rms
         ]
         self.config = self._config(EPS if rescaled else eps)
 
@@ -333,13 +337,13 @@ class _Plan:
 
 
 def _eps_of(model: Any) -> float:
-    norms = [model.model.norm]
+    norms: list[Any] = [model.model.norm]
     for layer in model.model.layers:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    found = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
+    found: set[Any] = {getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms}
     if len(found) != 1 or None in found:
         raise NotImplementedError(
-            f"{type(model).__name__} has not one RMS norm with one eps for all of it (found {sorted(map(str, found))}), "
-            "so it cannot be exported as DeepSeek-V3"
+            f"{type(model).__name__} has not one RMS norm with one eps for all of it (found "
+            f"{sorted(map(str, found))}), so it cannot be exported as DeepSeek-V3"
         )
     return float(found.pop())

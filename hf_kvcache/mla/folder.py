@@ -64,9 +64,13 @@ def new_folder(path: str | os.PathLike[str], nbytes: int, overwrite: bool = Fals
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
         yield scratch
+        # As `mkdir` and `open` would have made them; `mkdtemp` and safetensors make private ones.
         umask = os.umask(0)
         os.umask(umask)
-        scratch.chmod(0o777 & ~umask)  # what `mkdir` gives; `mkdtemp` makes private folders
+        scratch.chmod(0o777 & ~umask)
+        for file in scratch.iterdir():
+            if file.is_file():
+                file.chmod(0o666 & ~umask)
         old = None
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".replaced", dir=target.parent))

@@ -103,9 +103,7 @@ def _rounded(x: float, budget: int) -> int:
     return max(step, round(x / step) * step)
 
 
-def grid(
-    width: int, plan: MLAPlan, by_layer: bool, widest: int | None = None
-) -> Iterator[tuple[int, list[int]]]:
+def grid(width: int, plan: MLAPlan, by_layer: bool, widest: int | None = None) -> Iterator[tuple[int, list[int]]]:
     """Rotary sizes to try (of `widest` numbers at most), and for each the ranks."""
     budget = round(2 * width * plan.kept)
     budgets = (

@@ -45,7 +45,7 @@ class PreRopeAttention(nn.Module):
 
 
 class _Stored:
-    """Stands for the cache in one step of the host's attention: takes rotated keys and values, stores what they are of."""
+    """Stands for the cache in one step of the host's attention: is given keys and values, stores what they are of."""
 
     def __init__(self, module: Any, cache: Any, hidden: torch.Tensor, mask: Any, positions: Any) -> None:
         self.module, self.cache, self.hidden, self.mask, self.positions = module, cache, hidden, mask, positions
@@ -215,7 +215,8 @@ def pre_rope_class(host: Any) -> type[PreRopeAttention]:
 
 def make_pre_rope(module: Any, rotary: nn.Module, extra: tuple[Any, ...], windowed: bool) -> None:
     """Make a host's module one that caches its input, in place."""
-    module.__class__ = pre_rope_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = pre_rope_class(kind)
     # In a list: no submodule of this one, and still the copy's own after `copy.deepcopy`.
     module.rotary = [rotary, extra]
     module.windowed = windowed

@@ -123,7 +123,9 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parame
 def _built(name: str, dtype: str) -> PreTrainedModel:
     if name == "converted":
         ids = torch.randint(2, VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(5))
-        return convert_to_mla(copy.deepcopy(_built("llama", "fp32")), kv_keep=0.75, calibration=ids)[0].to(DTYPES[dtype])
+        return convert_to_mla(copy.deepcopy(_built("llama", "fp32")), kv_keep=0.75, calibration=ids)[0].to(
+            DTYPES[dtype]
+        )
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(_config(name), attn_implementation="eager").eval()
     with torch.no_grad():
