@@ -10,7 +10,7 @@ from .caches import (
     SlidingWindowCache,
     SnapKVCache,
 )
-from .mla import convert_to_mla, disable_absorb, enable_absorb, plan_mla
+from .mla import convert_to_mla, disable_absorb, enable_absorb, export_deepseek_v3, plan_mla
 from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
@@ -35,6 +35,7 @@ __all__ = [
     "detach",
     "disable_absorb",
     "enable_absorb",
+    "export_deepseek_v3",
     "find_sharing",
     "load",
     "plan_mla",

@@ -195,6 +195,7 @@ def test_the_public_names() -> None:
         "detach",
         "disable_absorb",
         "enable_absorb",
+        "export_deepseek_v3",
         "find_sharing",
         "load",
         "plan_mla",

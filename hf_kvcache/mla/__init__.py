@@ -2,10 +2,12 @@
 
 from .absorb import disable_absorb, enable_absorb
 from .convert import LayerReport, MLAReport, convert_to_mla
+from .export import ExportReport, export_deepseek_v3
 from .module import LayerDims, MLAAttention
 from .plan import MLAPlan, plan_mla
 
 __all__ = [
+    "ExportReport",
     "LayerDims",
     "LayerReport",
     "MLAAttention",
@@ -14,5 +16,6 @@ __all__ = [
     "convert_to_mla",
     "disable_absorb",
     "enable_absorb",
+    "export_deepseek_v3",
     "plan_mla",
 ]

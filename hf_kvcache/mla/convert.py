@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .factor import BASELINES, Components, Factors, Recipe, choose_alike, factorize
+from .factor import BASELINES, Components, Factors, Recipe, choose_alike, choose_default, factorize
 from .host import Host, inspect_hosts, watch
 from .module import LayerDims, MLAAttention, attention_class
 from .moments import Moments, collect, of_weights, run
 from .plan import MLAPlan, allot, complete, grid
+from .pre_rope import FORM as PRE_ROPE
+from .pre_rope import PreRopeAttention, convert_to_pre_rope
 from .saved import adopt
 from .trial import Trial
 
@@ -85,6 +87,7 @@ def convert_to_mla(
     *,
     rotary: str = "energy",
     method: str = "complex",
+    form: str = "latent",
 ) -> tuple[PreTrainedModel, MLAReport]:
     """Put multi-head latent attention (arXiv 2405.04434, 2502.07864) in the place of every attention module of `model`.
 
@@ -103,8 +106,15 @@ def convert_to_mla(
             Several windows as long as a typical context. Needed unless `method="svd"`.
         tokenizer: for texts, which are joined and cut into windows of 1,024 tokens.
         rotary: "energy" chooses the rotary components of each layer for itself; "uniform" the same frequencies and
-            sizes for all layers, as formats without tables of their own need.
+            sizes for all layers, as formats without tables of their own need (`export_deepseek_v3` for transformers);
+            "default" one component of each of evenly spaced frequencies, as those with default RoPE need (vLLM): a
+            rotary key of the head size at most.
         method: "complex", or one of the baselines "transmla" and "svd" to compare with.
+        form: "latent", or "pre_rope" for a form that loses nothing where the hidden size is less than two times KV
+            heads times head size (multi-head attention: half of the bytes): the input of the key and value projections
+            is cached instead of keys and values, which are made again of all of it at every step. It takes no sizes
+            and no calibration, works with caches that keep every token, and decodes slower: memory is what it saves.
+            See `docs/mla_export.md`.
 
     Returns:
         The model and an `MLAReport`.
@@ -115,32 +125,35 @@ def convert_to_mla(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"expected a transformers model, got {type(model).__name__}")
-    if any(isinstance(module, MLAAttention) for module in model.modules()):
+    if any(isinstance(module, (MLAAttention, PreRopeAttention)) for module in model.modules()):
         raise ValueError("this model is converted already: load the original again to convert it otherwise")
+    if form == PRE_ROPE:
+        given = (kv_lora_rank, qk_rope_head_dim, kv_keep, calibration, tokenizer)
+        if any(x is not None for x in given) or (rotary, method) != ("energy", "complex"):
+            raise ValueError("form='pre_rope' takes no sizes, calibration, `rotary` or `method`: it is always lossless")
+        return _pre_rope(model)
+    if form != "latent":
+        raise ValueError(f"`form` must be 'latent' or 'pre_rope', got {form!r}")
     if method != "complex" and method not in BASELINES:
         raise ValueError(f"`method` must be 'complex', {', '.join(map(repr, BASELINES))}, got {method!r}")
-    if rotary not in ("energy", "uniform"):
-        raise ValueError(f"`rotary` must be 'energy' or 'uniform', got {rotary!r}")
+    if rotary not in ("energy", "uniform", "default"):
+        raise ValueError(f"`rotary` must be 'energy', 'uniform' or 'default', got {rotary!r}")
     recipe = BASELINES.get(method, Recipe())
     if calibration is None and recipe.data:
         raise ValueError(
             "convert_to_mla needs `calibration`: texts together with `tokenizer=`, or batches of token ids; without "
             "any, the result is of no use (method='svd' shows it)"
         )
-    if model.config.get_text_config(decoder=True) is not model.config:
-        raise NotImplementedError(
-            f"{type(model).__name__} has its language model inside another one: load the language model alone "
-            "(AutoModelForCausalLM of its text checkpoint)"
-        )
+    _check_alone(model)
     batches = [] if calibration is None else _batches(calibration, tokenizer, model)
     hosts = inspect_hosts(model)
-    plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep)
+    plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep, rotary)
     # Sizes are tried on a part of the calibration that the moments have not seen, where there is enough of it.
     trial = batches[-1] if batches else None
     seen = batches[:-1] if len(batches) > 4 else batches
     reports: list[LayerReport] = []
     dims: list[dict[str, Any]] = []
-    for group in _groups(hosts, 1 if rotary == "uniform" else None):
+    for group in _groups(hosts, None if rotary == "energy" else 1):
         moments = _moments(model, group, seen, recipe)
         chosen = _choose(model, group, moments, plan, recipe, rotary, trial)
         for host, (factors, error) in zip(group, chosen, strict=True):
@@ -154,6 +167,27 @@ def convert_to_mla(
     adopt(model, dims)
     tokens = sum(ids.numel() for ids in seen)
     return model, MLAReport(reports, tokens, method, rotary, {"kv_keep": kv_keep})
+
+
+def _pre_rope(model: PreTrainedModel) -> tuple[PreTrainedModel, MLAReport]:
+    _check_alone(model)
+    entries = convert_to_pre_rope(model)
+    adopt(model, entries)
+    reports = []
+    for entry in entries:
+        hidden = entry["kv_lora_rank"] + entry["qk_rope_head_dim"]
+        size = next(model.get_submodule(entry["name"]).parameters()).element_size()
+        before = entry["elements_before"] * size
+        reports.append(LayerReport(entry["name"], hidden, 0, 1.0, 1.0, 0.0, before, hidden * size))
+    return model, MLAReport(reports, 0, PRE_ROPE, "none")
+
+
+def _check_alone(model: PreTrainedModel) -> None:
+    if model.config.get_text_config(decoder=True) is not model.config:
+        raise NotImplementedError(
+            f"{type(model).__name__} has its language model inside another one: load the language model alone "
+            "(AutoModelForCausalLM of its text checkpoint)"
+        )
 
 
 # ---------------------------------------------------------------------- calibration
@@ -220,11 +254,16 @@ def _moments(model: Any, hosts: list[Host], batches: Sequence[torch.Tensor], rec
 # ---------------------------------------------------------------------- sizes
 
 
-def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None) -> MLAPlan:
+def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None, rotary: str) -> MLAPlan:
     n = {host.width for host in hosts}
     if len(n) > 1 and (rank is not None or rope is not None):
         raise ValueError("the layers of this model differ in size: give `kv_keep` instead of sizes for all of them")
-    return complete(min(n), rank, rope, keep)
+    return complete(min(n), rank, rope, keep, widest=_widest(hosts[0], rotary))
+
+
+def _widest(host: Host, rotary: str) -> int | None:
+    """The largest rotary key, where it is not all of the keys."""
+    return host.head_dim if rotary == "default" else None
 
 
 def _choose(
@@ -242,6 +281,8 @@ def _choose(
     def make(host: Host, rope: int) -> Factors:
         if rotary == "uniform":
             kept = choose_alike(list(components.values()), rope // 2)
+        elif rotary == "default":
+            kept = choose_default(list(components.values()), rope // 2)
         else:
             kept = components[host.name].choose(rope // 2)
         return factorize(host, moments[host.name], components[host.name], kept, recipe, _centered(host))
@@ -253,7 +294,7 @@ def _choose(
         def found(host: Host, hidden: torch.Tensor, table: Any) -> None:
             tried = Trial(host, hidden, table)
             curve = curves.setdefault(host.name, {})
-            for rope, ranks in grid(host.width, plan, rotary == "energy"):
+            for rope, ranks in grid(host.width, plan, rotary == "energy", _widest(host, rotary)):
                 factors = make(host, rope)
                 for rank in ranks:
                     curve[rope, rank] = tried.error(factors.at(rank))

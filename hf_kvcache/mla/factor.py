@@ -148,6 +148,17 @@ def choose_alike(layers: list[Components], count: int) -> torch.Tensor:
     return kept.view_as(total)
 
 
+def choose_default(layers: list[Components], count: int) -> torch.Tensor:
+    """The first component of each of `count` evenly spaced frequencies, beginning with the highest: default RoPE."""
+    total = torch.stack([layer.loss / layer.loss.sum() for layer in layers]).sum(0)[:, 0]
+    size = len(total)
+    steps = range(1, max(1, (size - 1) // max(1, count - 1)) + 1)
+    best = max(steps, key=lambda step: float(total[: step * (count - 1) + 1 : step].sum()))
+    kept = torch.zeros_like(layers[0].loss, dtype=torch.bool)
+    kept[: best * (count - 1) + 1 : best, 0] = True
+    return kept
+
+
 def factorize(
     host: Host,
     moments: Moments,
