@@ -15,12 +15,14 @@ from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
 from .sharing import Sharing, find_sharing
+from .specs import CacheSpec, SpecError, from_spec, parse_spec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockPool",
     "CPUOffloadedCache",
+    "CacheSpec",
     "CrossLayerSharedCache",
     "HeavyHitterCache",
     "KVCache",
@@ -30,13 +32,16 @@ __all__ = [
     "Sharing",
     "SlidingWindowCache",
     "SnapKVCache",
+    "SpecError",
     "attach",
     "convert_to_mla",
     "detach",
     "disable_absorb",
     "enable_absorb",
     "find_sharing",
+    "from_spec",
     "load",
+    "parse_spec",
     "plan_mla",
     "prefix_training",
 ]
