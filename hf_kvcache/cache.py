@@ -194,6 +194,7 @@ class KVCache(DynamicCache):
     def nbytes(self) -> int:
         """Bytes of all storage held, of every layer and in every tier: keys, values, positions, scores and slack."""
         own = sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        own += sum(layer.state_nbytes for layer in self.layers if isinstance(layer, HybridKVLayer))
         return own + (0 if self.offloader is None else self.offloader.nbytes)
 
     def nbytes_by_tier(self) -> dict[str, int]:

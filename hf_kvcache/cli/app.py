@@ -61,6 +61,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     try:
         code: Any = typer.main.get_command(app).main(args=words, prog_name=NAME, standalone_mode=False)
+        if code == INTERRUPTED:
+            print("interrupted", file=sys.stderr)
         return int(code or 0)
     except (Wrong, ValueError, NotImplementedError, ImportError, OSError) as error:
         if debug:
@@ -71,9 +73,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         if message is not None:
             command = getattr(getattr(error, "ctx", None), "command_path", NAME)
             return _fail(f"{' '.join(message().split())} (see `{command} --help`)")
-        if type(error).__name__ == "Abort":
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
         if debug:
             traceback.print_exc()
         hint = "" if debug else "; --debug shows where, and a report of it is welcome"

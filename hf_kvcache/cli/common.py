@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,9 +46,9 @@ class Several(typer.core.TyperCommand):
         current: str | None = None
         fresh = False
         for word in args:
-            option = word.partition("=")[0]
+            option, given, _ = word.partition("=")
             if option in flags or word == "--":
-                current, fresh = (word, True) if word in lists else (None, False)
+                current, fresh = (option, not given) if option in lists else (None, False)
                 out.append(word)
             elif current is not None and not fresh:
                 out += [current, word]
@@ -71,8 +72,6 @@ def show(table: Table) -> None:
 @contextmanager
 def progress(total: int | None = None) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr that appears where something takes longer than two seconds, and only on a terminal."""
-    import time
-
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not sys.stderr.isatty():
@@ -137,6 +136,8 @@ def load(
 
     source = {} if gguf_file is None else {"gguf_file": gguf_file}
     transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     try:
         chosen = read_dtype(dtype)
         tokenizer = AutoTokenizer.from_pretrained(model, **source)

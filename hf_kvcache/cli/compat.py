@@ -29,7 +29,8 @@ def compat(
 ) -> int:
     """Check every cache on every model type.
 
-    Every causal-LM type of the installed transformers is built tiny and generates with every cache. Ends with 1 if something failed. Ctrl-C keeps what was checked so far.
+    Every causal-LM type of the installed transformers is built tiny and generates with every cache. Ends with 1 if
+    something failed. Ctrl-C keeps what was checked so far.
 
     \b
     Example:

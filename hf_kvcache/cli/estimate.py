@@ -12,7 +12,7 @@ from ..estimate import load_config, measure_sizes, read_bytes, read_dtype, show_
 from ..estimate.plot import bars, require
 from ..estimate.survey import SurveyRow, survey
 from ..estimate.table import Estimate
-from .common import check_paths, progress, say, show, table_of, write_json
+from .common import Wrong, check_paths, progress, say, show, table_of, write_json
 
 
 def estimate(
@@ -62,6 +62,8 @@ def estimate(
       hf-kvcache estimate llama-3-8b --context 131072 --batch 8 --gpu-memory 80GB
     """
     check_paths(json, plot)
+    if weight_bits is not None and weight_bits <= 0:
+        raise Wrong(f"--weight-bits must be above 0, got {weight_bits:g}")
     if plot is not None:
         require()
     memory = None if gpu_memory is None else read_bytes(gpu_memory)

@@ -94,13 +94,15 @@ def recommend(
     for name, value in (("--context", context), ("--batch", batch)):
         if value < 1:
             raise Wrong(f"{name} must be at least 1, got {value}")
+    if weight_bits is not None and weight_bits <= 0:
+        raise Wrong(f"--weight-bits must be above 0, got {weight_bits:g}")
     limit = None if lossless else 0.02 if max_kl is None else max_kl
     memory = read_bytes(gpu_memory)
     check_paths(json)
     stored = None if measurements is None else read_measurements(measurements)
     texts = {name: read(name) for name in text or ["topics"]}
     asked = caches or (list(CANDIDATES) if stored is None else _specs_of(stored))
-    for spec in asked:
+    for spec in caches or []:
         parse_spec(spec).check(context)
     sizes = measure_sizes(load_config(model), None if dtype is None else read_dtype(dtype), model)
     found = candidates(sizes, asked, context, batch, memory, weight_bits)

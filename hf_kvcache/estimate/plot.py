@@ -28,7 +28,7 @@ def bars(found: Estimate, path: str | Path) -> None:
     axes = figure.add_subplot()
     places = range(len(rows))
     device = [row.device_bytes / unit for row in rows]
-    host = [max(0, row.bytes_total - row.device_bytes) / unit for row in rows]
+    host = [row.host_bytes / unit for row in rows]
     axes.barh(places, device, color=DEVICE, label="on the device", height=0.7)
     if any(host):
         axes.barh(
@@ -37,33 +37,31 @@ def bars(found: Estimate, path: str | Path) -> None:
     longest = max(d + h for d, h in zip(device, host, strict=True))
     for place, row in enumerate(rows):
         words = show_bytes(row.bytes_total)
+        if row.host_bytes:
+            words = f"{show_bytes(row.device_bytes)} and {show_bytes(row.host_bytes)} in host memory"
         if row.fits is not None:
             words += ", fits" if row.fits else ", does not fit"
         end = device[place] + host[place]
         axes.annotate(words, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    right = longest * 1.28
+    right = longest * 1.35
+    left = ""
     if found.memory is not None:
-        room = (found.memory - found.weights_bytes) / unit
-        if room > 0:
-            axes.axvline(
-                room, color=LIMIT, linestyle="--", linewidth=1.5, label=f"left beside the weights: {_left(found)}"
-            )
-            right = max(right, room * 1.05) if room < 2 * longest else right
+        room = found.memory - found.weights_bytes
+        left = f", {show_bytes(max(0, room))} of {show_bytes(found.memory)} left beside them"
+        if 0 < room / unit < 2 * longest:
+            axes.axvline(room / unit, color=LIMIT, linestyle="--", linewidth=1.5, label="left beside the weights")
+            right = max(right, 1.05 * room / unit)
     axes.set_xlim(0, right)
     axes.set_yticks(list(places), [row.cache for row in rows], fontsize=8)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel(f"bytes of the cache ({'GB' if unit == 1e9 else 'MB'})")
     axes.set_title(
         f"{Path(found.model).name or found.model}: {found.batch} x {found.context:,} tokens, {found.dtype}, weights "
-        f"{show_bytes(found.weights_bytes)}",
+        f"{show_bytes(found.weights_bytes)}{left}",
         fontsize=10,
     )
     axes.grid(True, axis="x", color="0.9")
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, loc="lower right", framealpha=0.95)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, format="png")
-
-
-def _left(found: Estimate) -> str:
-    assert found.memory is not None
-    return f"{show_bytes(found.memory - found.weights_bytes)} of {show_bytes(found.memory)}"

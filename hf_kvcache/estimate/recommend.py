@@ -76,7 +76,7 @@ def candidates(
         sized = Sized(sizes, spec)
         try:
             sized.cache(context)
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
             made.refused = " ".join(str(error).split())
             continue
         made.python = spec.python(context)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cache import KVCache
 from ..mla import plan_mla
-from ..offload.rules import away_bytes
+from ..offload.rules import Away, away_bytes
 from ..specs import SIZES, CacheSpec, parse_spec
 from .sizes import ModelSizes
 
@@ -47,6 +47,8 @@ MLA_KEPT = (0.5, 0.25)  # shares of the bytes that a conversion to latent attent
 # Beyond these nothing is searched for: the answer is "any".
 MOST_TOKENS, MOST_BATCH = 1 << 27, 1 << 20
 
+Count = Callable[[int, int], int]  # bytes of a batch and a context
+
 
 @dataclass
 class Row:
@@ -56,7 +58,8 @@ class Row:
         cache: the spec (`from_spec` builds it), or `DynamicCache`, or a conversion.
         lossless: whether its tokens are those of the full cache.
         bytes_per_sequence, bytes_total: of the cache in all tiers, for one sequence and for the batch.
-        device_bytes: of `bytes_total`, what stays on the compute device, staging buffers included.
+        device_bytes: what stays on the compute device, with the buffers that pages are fetched to.
+        host_bytes: of `bytes_total`, what is in host memory or on disk.
         ratio: of the bytes of the `DynamicCache`.
         with_weights: `device_bytes` and the weights.
         fits: whether that fits into the memory given; None where none was.
@@ -69,6 +72,7 @@ class Row:
     bytes_per_sequence: int
     bytes_total: int
     device_bytes: int
+    host_bytes: int
     ratio: float
     with_weights: int
     fits: bool | None = None
@@ -129,14 +133,17 @@ class Sized:
     def total(self, batch: int, tokens: int) -> int:
         return self.sizes.bytes_of(self.cache(tokens), batch, tokens)
 
-    def device(self, batch: int, tokens: int) -> int:
-        """What of it stays on the compute device, with the staging buffers that pages are fetched to."""
+    def away(self, batch: int, tokens: int) -> Away:
+        """What has left the compute device, and the buffers there that it is fetched to."""
         cache = self.cache(tokens)
-        total = self.sizes.bytes_of(cache, batch, tokens)
         if cache.offload is None:
-            return total
-        away = away_bytes(cache, self.sizes.shapes, batch, tokens, self.sizes.dtype)
-        return total - away.moved + away.staging
+            return Away(0, 0)
+        return away_bytes(cache, self.sizes.shapes, batch, tokens, self.sizes.dtype)
+
+    def device(self, batch: int, tokens: int) -> int:
+        """What stays on the compute device, buffers included."""
+        away = self.away(batch, tokens)
+        return self.total(batch, tokens) - away.moved + away.staging
 
 
 def estimate(
@@ -172,10 +179,10 @@ def estimate(
     refused: dict[str, str] = {}
     steps = 1 + len(asked) + len(MLA_KEPT)
 
-    def add(label: str, lossless: bool, total: Callable[..., int], device: Callable[..., int], note: str = "") -> None:
+    def add(label: str, lossless: bool, total: Count, device: Count, host: int = 0, note: str = "") -> None:
         held, on_device = total(batch, context), device(batch, context)
-        row = Row(label, lossless, total(1, context), held, on_device, held / max(1, full), on_device + weights)
-        row.note = note
+        ratio = held / max(1, full)
+        row = Row(label, lossless, total(1, context), held, on_device, host, ratio, on_device + weights, note=note)
         if room is not None:
             row.fits = on_device <= room
             row.longest_context = _most(lambda tokens: _fits(device, batch, tokens, room), MOST_TOKENS)
@@ -183,7 +190,7 @@ def estimate(
         rows.append(row)
 
     progress(0, steps, STOCK)
-    add(STOCK, True, sizes.native_bytes, sizes.native_bytes, "transformers' own")
+    add(STOCK, True, sizes.native_bytes, sizes.native_bytes, note="transformers' own")
     for done, spec in enumerate(asked, start=1):
         progress(done, steps, str(spec))
         sized = Sized(sizes, spec)
@@ -194,13 +201,13 @@ def estimate(
                 raise
             refused[str(spec)] = str(error)
             continue
-        add(str(spec), spec.lossless, sized.total, sized.device, _note(spec))
+        add(str(spec), spec.lossless, sized.total, sized.device, sized.away(batch, context).moved, _note(spec))
     if specs is None:
         for keep in MLA_KEPT:
             progress(steps - 1, steps, f"MLA {keep}")
             latent = converted(sizes, keep)
             if latent is not None:
-                add(f"convert_to_mla(kv_keep={keep})", False, latent, latent, "another model: convert, then heal")
+                add(f"convert_to_mla(kv_keep={keep})", False, latent, latent, note="another model: convert, then heal")
     progress(steps, steps, "done")
     kinds: dict[str, int] = {}
     for layer in sizes.layers:
