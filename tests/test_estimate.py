@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, LlamaConfig, PreTrainedMo
 
 from hf_kvcache import KVCache, from_spec
 from hf_kvcache.cache import _native_nbytes
-from hf_kvcache.compat.shrink import build, cache_argument
+from hf_kvcache.compat.shrink import build, cache_argument, causal_lm_types
 from hf_kvcache.estimate import (
     PRESETS,
     SPECS,
@@ -105,6 +105,8 @@ def held(model: PreTrainedModel, cache: Any, batch: int, tokens: int) -> int:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_estimates_are_what_real_caches_hold(kind: str) -> None:
+    if kind not in causal_lm_types():
+        pytest.skip(f"this transformers has no {kind}")
     model = build(kind)
     found = measure_sizes(model.config, torch.float32)
     assert found.parameters == sum(p.numel() for p in model.parameters())
@@ -336,11 +338,31 @@ def test_configs_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("t5", "encoder-decoder"),
         ("vit", "no causal language model"),
         ("rwkv", "keeps no key/value cache"),
+        ("mamba", "keeps no key/value cache: every layer keeps a recurrent state"),
     ],
 )
 def test_models_without_a_cache_are_refused(kind: str, words: str) -> None:
     with pytest.raises((NotImplementedError, ValueError), match=words):
         measure_sizes(CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("deepseek_v4", "cache layers of its own"), ("blt", "cannot be told from")]
+)
+def test_models_that_cache_otherwise_are_refused(kind: str, words: str) -> None:
+    if kind not in causal_lm_types():
+        pytest.skip(f"this transformers has no {kind}")
+    with pytest.raises(NotImplementedError, match=words):
+        measure_sizes(build(kind).config)
+
+
+def test_models_that_make_layers_as_they_run() -> None:
+    if "dory" not in causal_lm_types():
+        pytest.skip("this transformers has no dory")
+    found = measure_sizes(build("dory").config, torch.float32)
+    assert len(found.layers) == 6
+    with pytest.raises(NotImplementedError, match="makes 2 of its cache layers while it runs"):
+        Sized(found, parse_spec("kv")).total(1, 100)
 
 
 def test_a_config_that_builds_no_model_is_named() -> None:

@@ -28,7 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache import KVCache, _by_layer, _row_shape, own_cache_reason
 from ..layer import KVLayer
@@ -206,7 +206,7 @@ def _on_meta(config: PreTrainedConfig, name: str) -> PreTrainedModel:
             parts += [part for part in vars(config).values() if own is not None and isinstance(part, own)]
             try:
                 with torch.device("meta"):
-                    return cls._from_config(parts[0], dtype=torch.bfloat16).eval()
+                    return cls._from_config((parts or [config])[0], dtype=torch.bfloat16).eval()
             except Exception as error:  # whatever a modelling file raises for a config that does not fit it
                 last = error
     if last is None:
@@ -226,6 +226,12 @@ def _layers(model: Any, name: str) -> list[LayerSizes]:
             model(ids, use_cache=True, **{argument: cache})
     except Exception as error:  # operations that need numbers: routers in loops, checks of the mask
         return _from_config(model.config, name, error)
+    own = sorted({type(layer).__name__ for layer in cache.layers if type(layer).__module__ != DynamicLayer.__module__})
+    if own:
+        raise NotImplementedError(
+            f"{name}: '{model.config.model_type}' has cache layers of its own ({', '.join(own)}), which hold more than "
+            "rows; measure `cache.nbytes` of a loaded model"
+        )
     return [_read(layer) for layer in cache.layers]
 
 
@@ -257,15 +263,17 @@ def _from_config(config: PreTrainedConfig, name: str, error: Exception) -> list[
     """The sizes of plain attention layers by the names in the config, where the model does not run on shapes."""
     layers = DynamicCache(config=config).layers
     by_layer = _by_layer(config.get_text_config(decoder=True), len(layers))
-    kinds = {type(layer).__name__ for layer in layers}
-    if not all(type(layer) is DynamicLayer or _window(layer) is not None for layer in layers) or any(
-        hasattr(layer, "conv_states") for layer in layers
-    ):
-        raise NotImplementedError(
-            f"{name}: what layers of kind {', '.join(sorted(kinds))} hold cannot be told from the config, because the "
-            f"model does not run on shapes alone ({_first(error)}). Measure `cache.nbytes` of a loaded model"
-        ) from error
-    return [
-        LayerSizes(type(layer).__name__, _row_shape(by_layer[index]), _window(layer), 0, 0, 0)
-        for index, layer in enumerate(layers)
-    ]
+    plain = all(type(layer) is DynamicLayer or type(layer) is DynamicSlidingWindowLayer for layer in layers)
+    try:
+        if plain:
+            return [
+                LayerSizes(type(layer).__name__, _row_shape(by_layer[index]), _window(layer), 0, 0, 0)
+                for index, layer in enumerate(layers)
+            ]
+    except (AttributeError, TypeError, IndexError):
+        pass  # sizes in places of their own
+    raise NotImplementedError(
+        f"{name}: what layers of kind {', '.join(sorted({type(layer).__name__ for layer in layers}))} hold cannot be "
+        f"told from the config, because the model does not run on shapes alone ({_first(error)}). Measure "
+        "`cache.nbytes` of a loaded model"
+    ) from error

@@ -128,7 +128,13 @@ class Sized:
         others = {part.technique.kind: part.made(tokens) for part in spec.parts if part.technique.kind != "policy"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return KVCache(self.sizes.model, policy=policy, scope=spec.policy.arguments.get("scope", "full"), **others)
+            cache = KVCache(self.sizes.model, policy=policy, scope=spec.policy.arguments.get("scope", "full"), **others)
+        if len(cache.layers) != len(self.sizes.layers):
+            raise NotImplementedError(
+                f"{self.sizes.name} makes {len(self.sizes.layers) - len(cache.layers)} of its cache layers while it runs, "
+                "so its bytes have no formula; measure `cache.nbytes`"
+            )
+        return cache
 
     def total(self, batch: int, tokens: int) -> int:
         return self.sizes.bytes_of(self.cache(tokens), batch, tokens)
