@@ -15,6 +15,7 @@ from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
 from .sharing import Sharing, find_sharing
+from .sizing import estimate
 from .specs import CacheSpec, SpecError, from_spec, parse_spec
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "detach",
     "disable_absorb",
     "enable_absorb",
+    "estimate",
     "find_sharing",
     "from_spec",
     "load",

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, DynamicCache, LlamaConfig, PreTrainedModel
 
+import hf_kvcache
 from hf_kvcache import KVCache, from_spec
 from hf_kvcache.cache import _native_nbytes
 from hf_kvcache.compat.shrink import build, cache_argument, causal_lm_types
-from hf_kvcache.estimate import (
+from hf_kvcache.sizing import (
     PRESETS,
     SPECS,
     Sized,
@@ -27,8 +28,8 @@ from hf_kvcache.estimate import (
     show_bytes,
     sizes,
 )
-from hf_kvcache.estimate import plot as pictures
-from hf_kvcache.estimate.survey import survey
+from hf_kvcache.sizing import plot as pictures
+from hf_kvcache.sizing.survey import survey
 from hf_kvcache.specs import parse_spec
 
 GB, GIB = 10**9, 2**30
@@ -209,7 +210,12 @@ def test_latents_are_one_row_for_all_heads() -> None:
 def test_shared_and_sliding_layers_are_counted_once() -> None:
     found = measure_sizes(CONFIG_MAPPING["gemma3n_text"](dtype="bfloat16"))
     kinds = [layer.kind for layer in found.layers]
-    assert kinds.count("DummyLayer") == 15 and kinds.count("DynamicSlidingWindowLayer") == 16
+    # Older transformers leave layers that read others' rows out of the cache.
+    assert (
+        kinds.count("DummyLayer") in (15, 0)
+        and len(kinds) - kinds.count("DummyLayer") == 20
+        and kinds.count("DynamicSlidingWindowLayer") == 16
+    )
     full = kinds.count("DynamicLayer")
     assert found.native_bytes(1, 10_000) == (full * 10_000 + 16 * 512) * 2 * (256 + 256) * 2
 
@@ -338,7 +344,7 @@ def test_configs_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("t5", "encoder-decoder"),
         ("vit", "no causal language model"),
         ("rwkv", "keeps no key/value cache"),
-        ("mamba", "keeps no key/value cache: every layer keeps a recurrent state"),
+        ("mamba", "keeps no key/value cache"),
     ],
 )
 def test_models_without_a_cache_are_refused(kind: str, words: str) -> None:
@@ -379,7 +385,7 @@ import resource, socket
 def refuse(*args, **kwargs):
     raise AssertionError("network used")
 socket.getaddrinfo = socket.create_connection = refuse
-import hf_kvcache.estimate as e
+import hf_kvcache.sizing as e
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 sizes = e.measure_sizes(e.load_config("llama-2-70b"))
 assert e.estimate(sizes, 4096, 16, 10**12).rows
@@ -398,6 +404,14 @@ def test_the_picture_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install"):
         pictures.bars(found, tmp_path / "bars.png")
+
+
+def test_models_may_be_names_or_configs() -> None:
+    by_name = hf_kvcache.estimate("llama-3-8b", 8192, specs=["kv"])
+    assert by_name.rows == hf_kvcache.estimate(preset_config("llama-3-8b"), 8192, specs=["kv"]).rows
+    assert by_name.model == "llama-3-8b" and by_name.rows[0].bytes_total == 2**30
+    with pytest.raises(ValueError, match="must be a name, a config or sizes, got int"):
+        hf_kvcache.estimate(5, 8192)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- units

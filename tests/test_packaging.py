@@ -198,6 +198,7 @@ def test_the_public_names() -> None:
         "detach",
         "disable_absorb",
         "enable_absorb",
+        "estimate",
         "find_sharing",
         "from_spec",
         "load",

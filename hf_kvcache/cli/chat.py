@@ -15,8 +15,8 @@ import torch
 import typer
 from transformers import StoppingCriteria, TextStreamer
 
-from ..estimate.units import show_bytes
 from ..evaluate.measure import cache_argument
+from ..sizing.units import show_bytes
 from ..specs import parse_spec
 from .common import INTERRUPTED, Wrong, check_paths, load, threads, write_json
 

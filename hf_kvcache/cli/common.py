@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from ..estimate.units import read_dtype
+from ..sizing.units import read_dtype
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 
@@ -70,8 +70,8 @@ def show(table: Table) -> None:
 
 
 @contextmanager
-def progress(total: int | None = None) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr that appears where something takes longer than two seconds, and only on a terminal."""
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr that appears after a second, and only on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not sys.stderr.isatty():
@@ -79,19 +79,15 @@ def progress(total: int | None = None) -> Iterator[Callable[[int, int, str], Non
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("", total=total)
-    began, shown = time.monotonic(), False
-
-    def tell(done: int, total: int, what: str) -> None:
-        nonlocal shown
-        if not shown and time.monotonic() - began > 1:
-            bar.start()
-            shown = True
-        bar.update(task, completed=done, total=total, description=what)
-
+    task = bar.add_task("", total=None)
+    timer = threading.Timer(1, bar.start)
+    timer.daemon = True
+    timer.start()
     try:
-        yield tell
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
     finally:
+        timer.cancel()
+        timer.join()
         bar.stop()
 
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..estimate import estimate as count
-from ..estimate import load_config, measure_sizes, read_bytes, read_dtype, show_bytes, show_count
-from ..estimate.plot import bars, require
-from ..estimate.survey import SurveyRow, survey
-from ..estimate.table import Estimate
+from ..sizing import estimate as count
+from ..sizing import load_config, measure_sizes, read_bytes, read_dtype, show_bytes, show_count
+from ..sizing.plot import bars, require
+from ..sizing.survey import SurveyRow, survey
+from ..sizing.table import Estimate
 from .common import Wrong, check_paths, progress, say, show, table_of, write_json
 
 

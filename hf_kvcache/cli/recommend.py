@@ -7,8 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..estimate import load_config, measure_sizes, read_bytes, read_dtype, show_bytes
-from ..estimate.recommend import (
+from ..evaluate import TEXTS
+from ..evaluate import evaluate as measure
+from ..evaluate.report import windows_of
+from ..evaluate.run import show_progress
+from ..evaluate.texts import read
+from ..sizing import load_config, measure_sizes, read_bytes, read_dtype, show_bytes
+from ..sizing.recommend import (
     CANDIDATES,
     Candidate,
     add_measurements,
@@ -18,11 +23,6 @@ from ..estimate.recommend import (
     measured_as,
     read_measurements,
 )
-from ..evaluate import TEXTS
-from ..evaluate import evaluate as measure
-from ..evaluate.report import windows_of
-from ..evaluate.run import show_progress
-from ..evaluate.texts import read
 from ..specs import parse_spec
 from .common import INTERRUPTED, Wrong, check_paths, load, say, show, table_of, threads, write_json
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..cache import KVCache
 from ..mla import plan_mla
 from ..offload.rules import Away, away_bytes
 from ..specs import SIZES, CacheSpec, parse_spec
-from .sizes import ModelSizes
+from .sizes import ModelSizes, load_config, measure_sizes
 
 STOCK = "DynamicCache"
 # Every technique and the combinations that are of use. What a model cannot take is listed with the reason.
@@ -131,8 +133,8 @@ class Sized:
             cache = KVCache(self.sizes.model, policy=policy, scope=spec.policy.arguments.get("scope", "full"), **others)
         if len(cache.layers) != len(self.sizes.layers):
             raise NotImplementedError(
-                f"{self.sizes.name} makes {len(self.sizes.layers) - len(cache.layers)} of its cache layers while it runs, "
-                "so its bytes have no formula; measure `cache.nbytes`"
+                f"{self.sizes.name} makes {len(self.sizes.layers) - len(cache.layers)} of its cache layers while it "
+                "runs, so its bytes have no formula; measure `cache.nbytes`"
             )
         return cache
 
@@ -153,7 +155,7 @@ class Sized:
 
 
 def estimate(
-    sizes: ModelSizes,
+    model: str | PreTrainedConfig | ModelSizes,
     context: int,
     batch: int = 1,
     memory: int | None = None,
@@ -161,10 +163,10 @@ def estimate(
     weight_bits: float | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Estimate:
-    """Bytes of every technique.
+    """Bytes of every technique for a model that need not be there: nothing is loaded but its config.
 
     Args:
-        sizes: of the model, see `measure_sizes`.
+        model: a Hub id, a folder, a `config.json` or a preset; a config; or what `measure_sizes` returned.
         context: tokens of each sequence, prompt and answer together.
         batch: sequences.
         memory: bytes of the compute device, for what fits.
@@ -172,11 +174,16 @@ def estimate(
         weight_bits: bits of a weight, for checkpoints that are quantized; None: those of the dtype.
         progress: called as `(done, of all, what comes next)`.
 
-    Raises `ValueError` for specs that cannot be, and for sizes below 1.
+    Returns an `Estimate`, whose `rows` have the figures; `as_dict()` is ready for JSON.
+
+    Raises:
+        ValueError: specs that cannot be, sizes below 1, names that lead nowhere, types that are not known.
+        NotImplementedError: models without a key/value cache, or with one that cannot be counted.
     """
     for name, value in (("context", context), ("batch", batch)):
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
+    sizes = model if isinstance(model, ModelSizes) else _sizes_of(model)
     asked = [parse_spec(spec) for spec in (_specs(sizes) if specs is None else specs)]
     weights = round(sizes.parameters * (weight_bits or 8 * sizes.dtype.itemsize) / 8)
     full = sizes.native_bytes(batch, context)
@@ -232,6 +239,14 @@ def estimate(
         rows,
         refused,
     )
+
+
+def _sizes_of(model: str | PreTrainedConfig) -> ModelSizes:
+    if isinstance(model, str):
+        return measure_sizes(load_config(model), name=model)
+    if not isinstance(model, PreTrainedConfig):
+        raise ValueError(f"`model` must be a name, a config or sizes, got {type(model).__name__}")
+    return measure_sizes(model)
 
 
 def _specs(sizes: ModelSizes) -> list[str]:
