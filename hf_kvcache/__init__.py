@@ -15,12 +15,15 @@ from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
 from .sharing import Sharing, find_sharing
+from .sizing import estimate
+from .specs import CacheSpec, SpecError, from_spec, parse_spec
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockPool",
     "CPUOffloadedCache",
+    "CacheSpec",
     "CrossLayerSharedCache",
     "HeavyHitterCache",
     "KVCache",
@@ -30,14 +33,18 @@ __all__ = [
     "Sharing",
     "SlidingWindowCache",
     "SnapKVCache",
+    "SpecError",
     "attach",
     "convert_to_mla",
     "detach",
     "disable_absorb",
     "enable_absorb",
+    "estimate",
     "export_deepseek_v3",
     "find_sharing",
+    "from_spec",
     "load",
+    "parse_spec",
     "plan_mla",
     "prefix_training",
 ]

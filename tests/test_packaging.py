@@ -41,6 +41,7 @@ def test_metadata(installed: importlib.metadata.Distribution) -> None:
     assert installed.metadata["Name"] == "hf-kvcache"
     assert installed.metadata["Requires-Python"] == ">=3.10"
     assert set(installed.metadata.get_all("Provides-Extra")) == {
+        "cli",
         "kernels",
         "prefix",
         "train",
@@ -181,6 +182,7 @@ def test_the_public_names() -> None:
     assert hf_kvcache.__all__ == [
         "BlockPool",
         "CPUOffloadedCache",
+        "CacheSpec",
         "CrossLayerSharedCache",
         "HeavyHitterCache",
         "KVCache",
@@ -190,14 +192,18 @@ def test_the_public_names() -> None:
         "Sharing",
         "SlidingWindowCache",
         "SnapKVCache",
+        "SpecError",
         "attach",
         "convert_to_mla",
         "detach",
         "disable_absorb",
         "enable_absorb",
+        "estimate",
         "export_deepseek_v3",
         "find_sharing",
+        "from_spec",
         "load",
+        "parse_spec",
         "plan_mla",
         "prefix_training",
     ]
