@@ -10,6 +10,7 @@ from .caches import (
     SlidingWindowCache,
     SnapKVCache,
 )
+from .gqa import convert_to_gqa
 from .mla import convert_to_mla, disable_absorb, enable_absorb, plan_mla
 from .offload import Offload
 from .paging import BlockPool
@@ -31,6 +32,7 @@ __all__ = [
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",
+    "convert_to_gqa",
     "convert_to_mla",
     "detach",
     "disable_absorb",

@@ -191,6 +191,7 @@ def test_the_public_names() -> None:
         "SlidingWindowCache",
         "SnapKVCache",
         "attach",
+        "convert_to_gqa",
         "convert_to_mla",
         "detach",
         "disable_absorb",
