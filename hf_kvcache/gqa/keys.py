@@ -1,10 +1,10 @@
 """One key for a group of heads: which maps of queries and keys keep their logits.
 
 A logit at distance `d` is `sum_a q_a conj(k_a) exp(i w_a d)` over complex channels `a`: two conjugate ones for each
-rotary pair, real ones with `w = 0` for channels that are not rotated. The shared key is the sum of `B_k k` over the keys
-`k` of the group, and head `h` asks it `A_h q_h`. With queries, keys and distances taken as independent, the mean square
-of the logits' error is quadratic in either map alone, and the second moments of what the map is applied to cancel from
-its solution:
+rotary pair, real ones with `w = 0` for channels that are not rotated. The shared key is the sum of `B_k k` over the
+keys `k` of the group, and head `h` asks it `A_h q_h`. With queries, keys and distances taken as independent, the mean
+square of the logits' error is quadratic in either map alone, and the second moments of what the map is applied to
+cancel from its solution:
 
     A_h = (conj(P_h) o S)^-1 (conj(P_h) o T_h)       S, T_h: moments of shared keys with themselves, and with the head's
     B_k = (sum_h P_h o A_h Q_h A_h*)^-1 sum_{h of k} P_h o A_h Q_h
