@@ -10,6 +10,7 @@ from .caches import (
     SlidingWindowCache,
     SnapKVCache,
 )
+from .gqa import convert_to_gqa
 from .mla import convert_to_mla, disable_absorb, enable_absorb, export_deepseek_v3, plan_mla
 from .offload import Offload
 from .paging import BlockPool
@@ -35,6 +36,7 @@ __all__ = [
     "SnapKVCache",
     "SpecError",
     "attach",
+    "convert_to_gqa",
     "convert_to_mla",
     "detach",
     "disable_absorb",

@@ -194,6 +194,7 @@ def test_the_public_names() -> None:
         "SnapKVCache",
         "SpecError",
         "attach",
+        "convert_to_gqa",
         "convert_to_mla",
         "detach",
         "disable_absorb",
