@@ -10,7 +10,7 @@ from .caches import (
     SlidingWindowCache,
     SnapKVCache,
 )
-from .mla import convert_to_mla, disable_absorb, enable_absorb, plan_mla
+from .mla import convert_to_mla, disable_absorb, enable_absorb, merge_healed, plan_mla, prepare_for_healing
 from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
@@ -37,6 +37,8 @@ __all__ = [
     "enable_absorb",
     "find_sharing",
     "load",
+    "merge_healed",
     "plan_mla",
+    "prepare_for_healing",
     "prefix_training",
 ]

@@ -197,7 +197,9 @@ def test_the_public_names() -> None:
         "enable_absorb",
         "find_sharing",
         "load",
+        "merge_healed",
         "plan_mla",
+        "prepare_for_healing",
         "prefix_training",
     ]
     assert all(hasattr(hf_kvcache, name) for name in hf_kvcache.__all__)
