@@ -59,10 +59,10 @@ class Plan:
 # ---------------------------------------------------------------------- texts
 
 
-def library_texts() -> list[str]:
+def library_texts(names: Iterable[str] = sys.stdlib_module_names) -> list[str]:
     """The docstrings of each module of the standard library. `pydoc_data`, which has the held-out text, is no part."""
     texts = []
-    for name in sorted(sys.stdlib_module_names - {"pydoc_data", "idlelib", "this", "antigravity", "lib2to3"}):
+    for name in sorted(set(names) - {"pydoc_data", "idlelib", "this", "antigravity", "lib2to3"}):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .module import MLAAttention
+
 
 def keep_trainable(model: nn.Module) -> None:
     """Unpack 4-bit layers that were packed for inference on a CPU, and keep all of them from being packed.
@@ -71,10 +73,14 @@ def _try(layer: Any) -> None:
 
 @torch.no_grad()
 def to_four_bit(model: Any) -> None:
-    """Write every plain linear layer but the output embedding as NF4 with double quantization, one after the other."""
+    """Write the plain linear layers as NF4 with double quantization, one after the other.
+
+    The output embedding stays, and the `kv_b_proj` of converted layers: the lengths of its rows differ a thousandfold,
+    which scales of 8 bits around their mean cannot tell apart (SmolLM2 at 50%: perplexity 17 becomes 11,000).
+    """
     bnb = imported("bitsandbytes")
-    kept = model.get_output_embeddings()
-    for name in [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not kept]:
+    kept = [model.get_output_embeddings(), *(m.kv_b_proj for m in model.modules() if isinstance(m, MLAAttention))]
+    for name in [n for n, m in model.named_modules() if type(m) is nn.Linear and not any(m is k for k in kept)]:
         old: Any = model.get_submodule(name)
         new = bnb.nn.Linear4bit(
             old.in_features,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def prepare_for_healing(
     """Put LoRA adapters (arXiv 2106.09685) on a model in 4 bits (QLoRA, arXiv 2305.14314), ready for training.
 
     The linear layers are written in place as NF4 with double quantization (4.127 bits a weight; the output embedding
-    stays as it is), everything is frozen but the adapters, and the 4-bit layers are kept from packing themselves for
+    and the `kv_b_proj` of converted layers stay as they are), everything is frozen but the adapters, and the 4-bit layers are kept from packing themselves for
     inference, so that the model may be evaluated at any time. Works with `enable_absorb`, before or after.
 
     Args:
@@ -69,6 +70,12 @@ def prepare_for_healing(
     if quantize or four_bit_layers(model):
         imported("bitsandbytes")
     _refuse_unknown(model)
+    if any(name.endswith("kv_b_proj") for name, _ in four_bit_layers(model)):
+        warnings.warn(
+            "`kv_b_proj` of a converted model loses much in 4 bits with double quantization: load the model with "
+            "`llm_int8_skip_modules=['kv_b_proj', 'lm_head']` in its BitsAndBytesConfig",
+            stacklevel=2,
+        )
     if quantize:
         to_four_bit(model)
     keep_trainable(model)
