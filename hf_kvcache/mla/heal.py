@@ -33,8 +33,9 @@ def prepare_for_healing(
     """Put LoRA adapters (arXiv 2106.09685) on a model in 4 bits (QLoRA, arXiv 2305.14314), ready for training.
 
     The linear layers are written in place as NF4 with double quantization (4.127 bits a weight; the output embedding
-    and the `kv_b_proj` of converted layers stay as they are), everything is frozen but the adapters, and the 4-bit layers are kept from packing themselves for
-    inference, so that the model may be evaluated at any time. Works with `enable_absorb`, before or after.
+    and the `kv_b_proj` of converted layers stay as they are), everything is frozen but the adapters, and the 4-bit
+    layers are kept from packing themselves for inference, so that the model may be evaluated at any time. Works with
+    `enable_absorb`, before or after.
 
     Args:
         model: a converted model, or any other; in full precision, or loaded with bitsandbytes' 4 bits.
