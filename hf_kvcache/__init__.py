@@ -11,7 +11,15 @@ from .caches import (
     SnapKVCache,
 )
 from .gqa import convert_to_gqa
-from .mla import convert_to_mla, disable_absorb, enable_absorb, export_deepseek_v3, plan_mla
+from .mla import (
+    convert_to_mla,
+    disable_absorb,
+    enable_absorb,
+    export_deepseek_v3,
+    merge_healed,
+    plan_mla,
+    prepare_for_healing,
+)
 from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
@@ -46,7 +54,9 @@ __all__ = [
     "find_sharing",
     "from_spec",
     "load",
+    "merge_healed",
     "parse_spec",
     "plan_mla",
     "prefix_training",
+    "prepare_for_healing",
 ]

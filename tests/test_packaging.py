@@ -204,8 +204,10 @@ def test_the_public_names() -> None:
         "find_sharing",
         "from_spec",
         "load",
+        "merge_healed",
         "parse_spec",
         "plan_mla",
         "prefix_training",
+        "prepare_for_healing",
     ]
     assert all(hasattr(hf_kvcache, name) for name in hf_kvcache.__all__)

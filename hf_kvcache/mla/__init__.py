@@ -3,6 +3,8 @@
 from .absorb import disable_absorb, enable_absorb
 from .convert import LayerReport, MLAReport, convert_to_mla
 from .export import ExportReport, export_deepseek_v3
+from .four_bit import keep_trainable
+from .heal import merge_healed, prepare_for_healing
 from .module import LayerDims, MLAAttention
 from .plan import MLAPlan, plan_mla
 
@@ -17,5 +19,8 @@ __all__ = [
     "disable_absorb",
     "enable_absorb",
     "export_deepseek_v3",
+    "keep_trainable",
+    "merge_healed",
     "plan_mla",
+    "prepare_for_healing",
 ]
