@@ -10,7 +10,7 @@ from .caches import (
     SlidingWindowCache,
     SnapKVCache,
 )
-from .mla import convert_to_mla, disable_absorb, enable_absorb, plan_mla
+from .mla import capture_layers, convert_to_mla, disable_absorb, distill_layers, enable_absorb, plan_mla
 from .offload import Offload
 from .paging import BlockPool
 from .prefix import PrefixStore, prefix_training
@@ -31,9 +31,11 @@ __all__ = [
     "SlidingWindowCache",
     "SnapKVCache",
     "attach",
+    "capture_layers",
     "convert_to_mla",
     "detach",
     "disable_absorb",
+    "distill_layers",
     "enable_absorb",
     "find_sharing",
     "load",

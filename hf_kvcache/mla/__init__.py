@@ -1,18 +1,24 @@
 """Multi-head latent attention (MLA): attention over the latents as they are cached."""
 
 from .absorb import disable_absorb, enable_absorb
+from .captured import capture_layers
 from .convert import LayerReport, MLAReport, convert_to_mla
+from .distill import DistilledLayer, DistillReport, distill_layers
 from .module import LayerDims, MLAAttention
 from .plan import MLAPlan, plan_mla
 
 __all__ = [
+    "DistillReport",
+    "DistilledLayer",
     "LayerDims",
     "LayerReport",
     "MLAAttention",
     "MLAPlan",
     "MLAReport",
+    "capture_layers",
     "convert_to_mla",
     "disable_absorb",
+    "distill_layers",
     "enable_absorb",
     "plan_mla",
 ]
