@@ -37,4 +37,5 @@ def bar(wanted: bool, total: int, description: str) -> Iterator[Advance]:
     try:
         yield advance
     finally:
-        shown.stop()
+        if shown.live.is_started:  # stopping prints an empty line otherwise
+            shown.stop()
