@@ -69,7 +69,7 @@ def test_errors_fall_on_windows_that_were_not_trained_on(host, inputs) -> None:
     after = weights(model)
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     trained = {name for name, _ in model.named_parameters() if ".self_attn." in name and "norm" not in name}
-    assert changed and changed <= trained
+    assert changed <= trained and (changed or host in BIASED)
 
 
 @hosts

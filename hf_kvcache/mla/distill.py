@@ -87,7 +87,7 @@ def distill_layers(
     *,
     inputs: str = "student",
     compensate: float = 1.0,
-    steps: int = 96,
+    steps: int = 128,
     learning_rate: float = 2e-3,
     rows: int = 256,
     held_out: int = 1,
