@@ -12,8 +12,10 @@ from .caches import (
 )
 from .gqa import convert_to_gqa
 from .mla import (
+    capture_layers,
     convert_to_mla,
     disable_absorb,
+    distill_layers,
     enable_absorb,
     export_deepseek_v3,
     merge_healed,
@@ -44,10 +46,12 @@ __all__ = [
     "SnapKVCache",
     "SpecError",
     "attach",
+    "capture_layers",
     "convert_to_gqa",
     "convert_to_mla",
     "detach",
     "disable_absorb",
+    "distill_layers",
     "enable_absorb",
     "estimate",
     "export_deepseek_v3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from .moments import Moments, collect, of_weights, run
 from .plan import MLAPlan, allot, complete, grid
 from .pre_rope import FORM as PRE_ROPE
 from .pre_rope import PreRopeAttention, convert_to_pre_rope
+from .progress import Advance, bar
 from .saved import adopt
 from .trial import Trial
 
@@ -88,6 +89,7 @@ def convert_to_mla(
     rotary: str = "energy",
     method: str = "complex",
     form: str = "latent",
+    progress: bool = True,
 ) -> tuple[PreTrainedModel, MLAReport]:
     """Put multi-head latent attention (arXiv 2405.04434, 2502.07864) in the place of every attention module of `model`.
 
@@ -109,12 +111,13 @@ def convert_to_mla(
             sizes for all layers, as formats without tables of their own need (`export_deepseek_v3` for transformers);
             "default" one component of each of evenly spaced frequencies, as those with default RoPE need (vLLM): a
             rotary key of the head size at most.
-        method: "complex", or one of the baselines "transmla" and "svd" to compare with.
+        method: "complex", or one of the baselines "transmla", "freqfold" and "svd" to compare with.
         form: "latent", or "pre_rope" for a form that loses nothing where the hidden size is less than two times KV
             heads times head size (multi-head attention: half of the bytes): the input of the key and value projections
             is cached instead of keys and values, which are made again of all of it at every step. It takes no sizes
             and no calibration, works with caches that keep every token, and decodes slower: memory is what it saves.
             See `docs/mla_export.md`.
+        progress: show a bar on stderr if it takes longer than two seconds (where rich is installed).
 
     Returns:
         The model and an `MLAReport`.
@@ -153,17 +156,21 @@ def convert_to_mla(
     seen = batches[:-1] if len(batches) > 4 else batches
     reports: list[LayerReport] = []
     dims: list[dict[str, Any]] = []
-    for group in _groups(hosts, None if rotary == "energy" else 1):
-        moments = _moments(model, group, seen, recipe)
-        chosen = _choose(model, group, moments, plan, recipe, rotary, trial)
-        for host, (factors, error) in zip(group, chosen, strict=True):
-            module = _build(host, factors[0], factors[1])
-            _replace(model, host, module)
-            dims.append({"name": host.name, "layer_idx": module.layer_idx, **module.dims.to_dict()})
-            size = host.module.k_proj.weight.element_size()
-            sizes = (module.dims.elements_before * size, module.dims.elements * size)
-            report = LayerReport(host.name, factors[0].rank, factors[0].rope, *factors[0].kept, error, *sizes)
-            reports.append(report)
+    groups = list(_groups(hosts, None if rotary == "energy" else 1))
+    passes = len(seen) if recipe.data else 0
+    layered = (2 if plan.searched and trial is not None else 1) * len(hosts)
+    with bar(progress, passes * len(groups) + layered, "converting:") as advance:
+        for group in groups:
+            moments = _moments(model, group, _counted(seen, advance), recipe)
+            chosen = _choose(model, group, moments, plan, recipe, rotary, trial, advance)
+            for host, (factors, error) in zip(group, chosen, strict=True):
+                module = _build(host, factors[0], factors[1])
+                _replace(model, host, module)
+                dims.append({"name": host.name, "layer_idx": module.layer_idx, **module.dims.to_dict()})
+                size = host.module.k_proj.weight.element_size()
+                sizes = (module.dims.elements_before * size, module.dims.elements * size)
+                report = LayerReport(host.name, factors[0].rank, factors[0].rope, *factors[0].kept, error, *sizes)
+                reports.append(report)
     adopt(model, dims)
     tokens = sum(ids.numel() for ids in seen)
     return model, MLAReport(reports, tokens, method, rotary, {"kv_keep": kv_keep})
@@ -245,7 +252,13 @@ def _groups(hosts: list[Host], whole: int | None) -> Iterable[list[Host]]:
     yield group
 
 
-def _moments(model: Any, hosts: list[Host], batches: Sequence[torch.Tensor], recipe: Recipe) -> dict[str, Moments]:
+def _counted(batches: Iterable[torch.Tensor], advance: Advance) -> Iterator[torch.Tensor]:
+    for ids in batches:
+        yield ids
+        advance("moments")
+
+
+def _moments(model: Any, hosts: list[Host], batches: Iterable[torch.Tensor], recipe: Recipe) -> dict[str, Moments]:
     if not recipe.data:
         return {host.name: of_weights(host) for host in hosts}
     return collect(model, hosts, batches, recipe.by_attention)
@@ -274,6 +287,7 @@ def _choose(
     recipe: Recipe,
     rotary: str,
     trial: torch.Tensor | None,
+    advance: Advance = lambda what: None,
 ) -> list[tuple[tuple[Factors, float], float]]:
     """For each layer its factors with the root mean square of their latents, and the error on the trial window."""
     components = {host.name: Components(host, moments[host.name], recipe) for host in hosts}
@@ -298,6 +312,7 @@ def _choose(
                 factors = make(host, rope)
                 for rank in ranks:
                     curve[rope, rank] = tried.error(factors.at(rank))
+            advance(f"sizes of {host.name}")
 
         _pass(model, hosts, trial, found)
         sizes = allot(curves, plan, rotary == "energy")
@@ -306,6 +321,7 @@ def _choose(
     def finish(host: Host, hidden: torch.Tensor | None, table: Any) -> None:
         rank, rope = sizes[host.name]
         factors = make(host, rope).at(rank)
+        advance(host.name)
         if hidden is None:
             chosen[host.name] = ((factors, 1.0), float("nan"))
             return
