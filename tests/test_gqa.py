@@ -110,10 +110,15 @@ def difference(found, model):
     return worst
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0, 1, 2, 3]]])
-@pytest.mark.parametrize("name", ["llama", "bias", "qwen3", "stablelm"])
+GROUPS = ([[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0, 1, 2, 3]])
+COPIES = [
+    *itertools.product(["llama"], GROUPS, [False, True], [torch.float64, torch.float32]),
+    *itertools.product(["bias", "qwen3", "stablelm"], GROUPS[1:2], [False, True], [torch.float64]),
+    *itertools.product(["bias", "qwen3", "stablelm"], GROUPS[2:], [True], [torch.float64, torch.float32]),
+]
+
+
+@pytest.mark.parametrize(("name", "groups", "turned", "dtype"), COPIES)
 def test_copies_lose_nothing(name, groups, turned, dtype) -> None:
     """Permuted and turned ones too; plain means see neither."""
     model = copies(name, groups, turned, dtype)
@@ -126,8 +131,10 @@ def test_copies_lose_nothing(name, groups, turned, dtype) -> None:
             assert apart > 0.01
             continue
         assert [layer.groups for layer in report.layers] == [groups] * 2
-        # Of single precision, biases that are large against the weights take a digit.
-        assert difference(found, made) <= (1e-12 if dtype == torch.float64 else 1e-6 if name == "llama" else 5e-6)
+        # Qwen3 normalizes queries and keys in float32, whatever the model's dtype. Of single precision, biases that are
+        # large against the weights take a digit.
+        exact = dtype == torch.float64 and not (name == "qwen3" and turned)
+        assert difference(found, made) <= (1e-12 if exact else 1e-6 if name == "llama" else 5e-6)
         assert apart <= 5e-6
 
 

@@ -10,7 +10,7 @@ from ..mla.host import Host, logits_of, rotate
 from .pool import Pooled, gain_of
 
 _PIECE = 1 << 25  # elements of one piece of an attention matrix
-_PULLS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)  # against the mean diagonal of the moments
+_PULLS = (1e-4, 1e-3, 1e-2, 1e-1)  # against the mean diagonal of the moments
 
 
 class Attended:

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--distill", action="store_true", help="also after layer-local distillation")
-    parser.add_argument("--distill-windows", type=int, default=12, help="one more is held out")
+    parser.add_argument("--distill-windows", type=int, default=18, help="one more is held out")
     parser.add_argument("--distill-arguments", default="{}", help="of distill_layers, as JSON")
     parser.add_argument("--json", help="write the result to this file (- for standard output)")
     options = parser.parse_args()
