@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,12 +32,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_kvcache import KVCache
+from hf_kvcache import BlockPool, KVCache, Offload, PrefixStore
+from hf_kvcache.codecs import KIVI, Float8, Rotated
+from hf_kvcache.policies import HeavyHitter, SlidingWindow, SnapKV
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-FENCE = re.compile(r"(?:<!-- no-run: (?P<why>[^\n]+?) -->\n\n?)?^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"(?:<!-- no-run: (?P<why>[^\n]+?) -->\n\n?)?^```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^(?:\$ )?(?:python -m hf_kvcache|hf-kvcache) +(?P<name>[a-z][\w-]*)(?P<rest>[^\n]*)", re.M)
 MOST_NOT_RUN = 4
 
@@ -133,6 +137,15 @@ def namespace_for(page: str) -> dict[str, Any]:
         "inputs": tokenizer(TEXTS[0], return_tensors="pt", return_token_type_ids=False),
         "texts": list(TEXTS),
     }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """For tiny models a pool of threads costs more than it computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -254,12 +267,76 @@ def test_they_are_about_30_lines() -> None:
         assert len(lines) <= 36, (name, len(lines))
 
 
+# ---------------------------------------------------------------------- the table of docs/composition.md
+
+PARTS: dict[str, list[Callable[[], dict[str, Any]]]] = {
+    "keep all": [lambda: {}],
+    "`SlidingWindow`": [lambda: {"policy": SlidingWindow(250, 4)}],
+    "`SnapKV`": [lambda: {"policy": SnapKV(256)}],
+    "`SnapKV(adaptive_heads=True)`": [lambda: {"policy": SnapKV(256, adaptive_heads=True)}],
+    "`SnapKV(decode_budget=...)`": [lambda: {"policy": SnapKV(256, decode_budget=64)}],
+    "`HeavyHitter`": [lambda: {"policy": HeavyHitter(128, 128)}],
+    "codec `KIVI`, `Float8`": [lambda: {"codec": KIVI(4)}, lambda: {"codec": Float8()}],
+    "codec `Rotated`": [lambda: {"codec": Rotated(4)}],
+    "offload": [lambda: {"offload": Offload(64)}],
+    "pool": [lambda: {"pool": BlockPool()}],
+    "sharing": [lambda: {"sharing": 2}],
+    "prefix": [lambda: {"prefix": True}],
+}
+
+
+def composition_table() -> list[tuple[str, str, str]]:
+    """(row, column, what the cell says) of every cell that says something."""
+    text = (ROOT / "docs" / "composition.md").read_text(encoding="utf-8")
+    lines = text.partition("## Which pairs")[2].strip().splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    rows = rows[: next(i for i, row in enumerate(rows) if row[0] == "sharing") + 1]
+    said = [(row[0], column, cell) for row in rows for column, cell in zip(head[1:], row[1:], strict=True) if cell]
+    return [(row.partition(" (`KVCache`)")[0], column, cell) for row, column, cell in said]
+
+
+@pytest.mark.parametrize(("row", "column", "cell"), composition_table())
+def test_the_table_of_pairs_says_what_the_code_does(row: str, column: str, cell: str) -> None:
+    model = copy.deepcopy(built("llama"))
+    for left, right in itertools.product(PARTS[row], PARTS[column]):
+        if cell == "yes":
+            assert composed(model, left() | right()).get_seq_length() == 0
+        else:
+            assert re.fullmatch(r"no \(\d\)", cell)
+            with pytest.raises((ValueError, NotImplementedError)):
+                composed(model, left() | right())
+
+
+def composed(model: PreTrainedModel, parts: dict[str, Any]) -> KVCache:
+    """A cache of these parts; with a prefix one that a store would begin with."""
+    if not parts.pop("prefix", False):
+        return KVCache(model, **parts)
+    return PrefixStore(max_bytes=1 << 20, cache=lambda inner: KVCache(inner, **parts)).new_cache(model)
+
+
+def test_the_table_of_pairs_is_whole() -> None:
+    names = list(PARTS)
+    order = {frozenset((row, column)) for row, column, _ in composition_table()}
+    policies, others = names[:6], names[6:]
+    expected = {frozenset((a, b)) for a in policies for b in others} | {
+        frozenset(p) for p in itertools.combinations(others, 2)
+    }
+    codecs = frozenset(names[6:8])
+    assert order == expected - {codecs}
+
+
 # ---------------------------------------------------------------------- commands, files, links
 
 
 @functools.cache
 def help_of(command: str) -> str:
-    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "COLUMNS": "200",
+        "TERMINAL_WIDTH": "200",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "hf_kvcache", command, "--help"],
         capture_output=True,
@@ -277,7 +354,7 @@ def commands() -> dict[str, set[str]]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         text = re.sub(r"\\\n\s*", " ", text)
-        shown = [match["code"] for match in FENCE.finditer(text) if match["kind"] in ("console", "bash", "sh", "text")]
+        shown = [match["code"] for match in FENCE.finditer(text) if match["kind"] in ("", "console", "bash", "sh")]
         shown += re.findall(r"(?<!`)`((?:python -m hf_kvcache|hf-kvcache) [^`]+)`", text)
         for match in COMMAND.finditer("\n".join(shown)):
             options = re.findall(r"(?<!\S)(--[a-z][\w-]*)", match["rest"])
@@ -324,6 +401,22 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"^ *- (?:[^#\n]*: )?([\w/.-]+\.md)$", nav, re.MULTILINE))
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
     assert listed == pages, f"missing: {sorted(pages - listed)}, not there: {sorted(listed - pages)}"
+
+
+def test_pictures_can_be_drawn_from_the_tables(tmp_path: Path) -> None:
+    """Whoever changes a table that a picture is drawn from learns it here."""
+    pytest.importorskip("matplotlib")
+    found = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert found is not None and found.loader is not None
+    figures = importlib.util.module_from_spec(found)
+    found.loader.exec_module(figures)
+    shown = {name for page in PAGES for name in re.findall(r"\(img/(\w+)\.png\)", page.read_text(encoding="utf-8"))}
+    assert shown == set(figures.FIGURES)
+    for name in figures.FIGURES:
+        assert figures.draw(name, tmp_path).stat().st_size < 100_000
+        assert (ROOT / "docs" / "img" / f"{name}.png").stat().st_size < 100_000
+    with pytest.raises(ValueError, match="0 tables"):
+        figures.table("measured.md", "no such head")
 
 
 def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
