@@ -330,13 +330,9 @@ def test_the_table_of_pairs_is_whole() -> None:
 
 @functools.cache
 def help_of(command: str) -> str:
-    environment = os.environ | {
-        "COLUMNS": "200",
-        "TERMINAL_WIDTH": "200",
-        "TERM": "dumb",
-        "NO_COLOR": "1",
-        "PYTHONPATH": str(ROOT),
-    }
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    plain = {"COLUMNS": "200", "TERMINAL_WIDTH": "200", "TERM": "dumb", "NO_COLOR": "1"}
+    environment = os.environ | plain | {"PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-m", "hf_kvcache", command, "--help"],
         capture_output=True,
