@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -193,6 +194,7 @@ class KVCache(DynamicCache):
     def nbytes(self) -> int:
         """Bytes of all storage held, of every layer and in every tier: keys, values, positions, scores and slack."""
         own = sum(layer.nbytes if isinstance(layer, KVLayer) else _native_nbytes(layer) for layer in self.layers)
+        own += sum(layer.state_nbytes for layer in self.layers if isinstance(layer, HybridKVLayer))
         return own + (0 if self.offloader is None else self.offloader.nbytes)
 
     def nbytes_by_tier(self) -> dict[str, int]:
@@ -229,22 +231,29 @@ class KVCache(DynamicCache):
         return layer.kept_positions()
 
     def expected_bytes(
-        self, config: PreTrainedConfig, batch: int, tokens: int, dtype: torch.dtype | None = None
+        self,
+        config: PreTrainedConfig,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype | None = None,
+        shapes: Mapping[int, tuple[int, int, int]] | None = None,
     ) -> int:
         """The formula behind `nbytes`: bytes of this cache after one prompt of `tokens` tokens in a batch of `batch`.
 
         Counts the layers that this library holds (all, on a full-attention model). Exact, except for `adaptive_heads`
         with a batch of several rows, where a head is as long as its longest row (a lower bound), and for sliding layers
-        with a codec (an upper bound).
+        with a codec (an upper bound). `shapes` gives KV heads, key size and value size by layer, for models whose
+        config does not say them.
         """
         decoder = config.get_text_config(decoder=True)
         dtype = dtype or getattr(decoder, "dtype", None) or torch.float32
         by_layer = _by_layer(decoder, len(self.layers))
         total = 0
         for layer in self.kv_layers:
-            heads, key_dim, value_dim = _row_shape(by_layer[layer.layer_idx])
+            shape = (shapes or {}).get(layer.layer_idx) or _row_shape(by_layer[layer.layer_idx])
+            heads, key_dim, value_dim = shape
             if isinstance(layer.segments, PackedStore):
-                total += self._packed_bytes(layer, by_layer[layer.layer_idx], batch, tokens, dtype)
+                total += self._packed_bytes(layer, shape, batch, tokens, dtype)
                 continue
             if isinstance(layer.segments, PagedSegment):
                 total += _paged_bytes(layer, layer.segments.pool, heads, key_dim, value_dim, batch, tokens, dtype)
@@ -261,10 +270,10 @@ class KVCache(DynamicCache):
         return total
 
     def _packed_bytes(
-        self, layer: KVLayer, config: PreTrainedConfig, batch: int, tokens: int, dtype: torch.dtype
+        self, layer: KVLayer, shape: tuple[int, int, int], batch: int, tokens: int, dtype: torch.dtype
     ) -> int:
         """`expected_bytes` of one layer with a codec."""
-        heads, key_dim, value_dim = _row_shape(config)
+        heads, key_dim, value_dim = shape
         policy = layer.policy
         codec = layer_codec(self.codec, policy, layer.layer_idx, len(self.layers), key_dim, value_dim)
         kept = policy.kept_after(tokens)

@@ -894,6 +894,12 @@ class HybridKVLayer(LinearAttentionLayer, KVLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         KVLayer.__init__(self, *args, **kwargs)
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states, which `nbytes` leaves out: they are no rows, and do not grow."""
+        states = [t for t in (*self.conv_states.values(), *self.recurrent_states.values()) if t is not None]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in states}.values())
+
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)

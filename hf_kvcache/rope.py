@@ -181,6 +181,12 @@ def _frequencies(model: PreTrainedModel, sizes: Iterable[int]) -> list[torch.Ten
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1:
                 add(buffer.detach().float().cpu())
+    for module in model.modules():
+        chosen = getattr(module, "frequencies", None)  # of a converted layer, see `hf_kvcache.mla.MLAAttention`
+        if isinstance(chosen, torch.Tensor) and not chosen.is_floating_point():
+            index = chosen.detach().cpu()
+            for table in [t for t in found if index.numel() and int(index.max()) < t.numel()]:
+                add(table[index])
     config = model.config.get_text_config(decoder=True)
     for size in (getattr(config, "rotary_dim", None), *sizes):  # GPT-J and CodeGen hold tables of sines
         if isinstance(size, int) and size > 1:

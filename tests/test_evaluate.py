@@ -20,8 +20,9 @@ from hf_kvcache import codecs as codecs_package
 from hf_kvcache.__main__ import main
 from hf_kvcache.attention import is_ours
 from hf_kvcache.codecs import KIVI, Float8, Rotated
-from hf_kvcache.evaluate import TEXTS, build, evaluate, measure, needles, parse, plot, report, run
+from hf_kvcache.evaluate import TEXTS, evaluate, measure, needles, plot, report
 from hf_kvcache.evaluate.texts import read
+from hf_kvcache.specs import from_spec, parse_spec
 
 PROMPT, TOKENS = 96, 8
 # Little is exact, so that most of the prompt is packed.
@@ -78,16 +79,16 @@ def result(model: LlamaForCausalLM) -> dict[str, Any]:
 
 
 def test_specs_build_what_they_say(model: LlamaForCausalLM) -> None:
-    assert build(model, "kv", 100).codec is None
-    both = build(model, "snapkv:max_capacity_prompt=0.5,window_size=8+kivi:nbits=[4, 2],num_sink_tokens=4", 100)
+    assert from_spec(model, "kv", 100).codec is None
+    both = from_spec(model, "snapkv:max_capacity_prompt=0.5,window_size=8+kivi:nbits=[4, 2],num_sink_tokens=4", 100)
     assert isinstance(both, SnapKVCache) and both.policy.max_capacity_prompt == 50
     assert isinstance(both.codec, KIVI) and both.codec.nbits == [4, 2] and both.codec.num_sink_tokens == 4
-    swapped = build(model, "rotated:nbits=3,key_bits=4 + window:window_length=200", 100)
+    swapped = from_spec(model, "rotated:nbits=3,key_bits=4 + window:window_length=200", 100)
     assert isinstance(swapped.codec, Rotated) and swapped.codec.key_bits == 4 and swapped.policy.window_length == 200
-    assert isinstance(build(model, "h2o:heavy_size=0.25,recent_size=10", 100), HeavyHitterCache)
-    assert isinstance(build(model, "float8", 100).codec, Float8)
-    assert build(model, "kv:scope=all", 100).scope == "all"
-    assert type(build(model, "kv+kivi:residual_length=0.5", 100)) is KVCache
+    assert isinstance(from_spec(model, "h2o:heavy_size=0.25,recent_size=10", 100), HeavyHitterCache)
+    assert isinstance(from_spec(model, "float8", 100).codec, Float8)
+    assert from_spec(model, "kv:scope=all", 100).scope == "all"
+    assert type(from_spec(model, "kv+kivi:residual_length=0.5", 100)) is KVCache
 
 
 def test_presets_are_specs(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +96,10 @@ def test_presets_are_specs(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPa
         return KIVI(2, num_sink_tokens=num_sink_tokens)
 
     monkeypatch.setattr(codecs_package, "PRESETS", {"small": small}, raising=False)
-    assert build(model, "small", 100).codec.num_sink_tokens == 2
-    assert build(model, "kv+small:num_sink_tokens=4", 100).codec.num_sink_tokens == 4
+    assert from_spec(model, "small", 100).codec.num_sink_tokens == 2
+    assert from_spec(model, "kv+small:num_sink_tokens=4", 100).codec.num_sink_tokens == 4
     with pytest.raises(ValueError, match="codecs: .*small"):
-        parse("nothing")
+        parse_spec("nothing")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_presets_are_specs(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPa
 )
 def test_bad_specs_are_refused_without_a_model(spec: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse(spec).check(100)
+        parse_spec(spec).check(100)
 
 
 # ---------------------------------------------------------------------- figures
@@ -409,7 +410,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_the_command_refuses_before_it_loads(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_load", lambda arguments: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_kvcache.cli.evaluate.load", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as caught:
         main(["eval", "--model", "none", *words])
     assert caught.value.code == 2

@@ -48,6 +48,7 @@ def test_metadata(installed: importlib.metadata.Distribution) -> None:
     assert installed.metadata["Name"] == "hf-kvcache"
     assert installed.metadata["Requires-Python"] == ">=3.10"
     assert set(installed.metadata.get_all("Provides-Extra")) == {
+        "cli",
         "kernels",
         "prefix",
         "train",
@@ -292,6 +293,7 @@ def test_the_public_names() -> None:
     assert hf_kvcache.__all__ == [
         "BlockPool",
         "CPUOffloadedCache",
+        "CacheSpec",
         "CrossLayerSharedCache",
         "HeavyHitterCache",
         "KVCache",
@@ -301,15 +303,25 @@ def test_the_public_names() -> None:
         "Sharing",
         "SlidingWindowCache",
         "SnapKVCache",
+        "SpecError",
         "attach",
+        "capture_layers",
+        "convert_to_gqa",
         "convert_to_mla",
         "detach",
         "disable_absorb",
+        "distill_layers",
         "enable_absorb",
+        "estimate",
+        "export_deepseek_v3",
         "find_sharing",
+        "from_spec",
         "load",
+        "merge_healed",
+        "parse_spec",
         "plan_mla",
         "prefix_training",
+        "prepare_for_healing",
     ]
     assert all(hasattr(hf_kvcache, name) for name in hf_kvcache.__all__)
     # What has no underscore and is no module is public too, whether it is listed or not.

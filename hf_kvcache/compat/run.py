@@ -12,7 +12,6 @@ both sides are fed the same tokens and their logits are compared at every step; 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -438,12 +437,14 @@ def run(
     caches: Iterable[str] | None = None,
     attn: str | None = None,
     progress: Callable[[str], None] = lambda model_type: None,
+    results: list[Result] | None = None,
 ) -> list[Result]:
     """Check `caches` (names in `CASES`; None: all) on `types` (None: all), and say what each did.
 
     `progress` is called with each type before it is run. `attn` is `"sdpa"` (where a model has it) or `"eager"`.
+    Results are added to `results`, where one is given, as they come.
     """
-    results: list[Result] = []
+    results = [] if results is None else results
     for model_type in causal_lm_types() if types is None else types:
         progress(model_type)
         results += run_type(model_type, caches, attn)
@@ -524,66 +525,55 @@ def _document(results: Sequence[Result], command: str, attn: str) -> str:
 # ---------------------------------------------------------------------- the command
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+def check(
+    types: list[str] | None, caches: list[str] | None, attn: str, json_path: Path | None, page: Path | None
+) -> tuple[bool, bool]:
+    """Run the check as asked, write and print it: whether something failed, and whether it ran to its end.
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `python -m hf_kvcache compat`."""
-    parser.add_argument("--types", type=_names, metavar="A,B", help="model types (default: every causal-LM type)")
-    parser.add_argument("--caches", type=_names, metavar="A,B", help=f"of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--attn", choices=("sdpa", "eager"), default="sdpa", help="attention implementation")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the table as a Markdown page")
-    parser.set_defaults(run=command, parser=parser)
-
-
-def command(arguments: argparse.Namespace) -> int:
-    """Run the check as asked. 0 if nothing failed, 1 if something did; wrong names end with 2, as argparse does."""
+    Ctrl-C keeps the types that were checked. Raises `ValueError` for names that do not exist.
+    """
     known = causal_lm_types()
-    for given, allowed, what in (
-        (arguments.types, known, "model types"),
-        (arguments.caches, list(CASES), "caches"),
-    ):
+    for given, allowed, what in ((types, known, "model types"), (caches, list(CASES), "caches")):
         unknown = [name for name in given or [] if name not in allowed]
         if unknown or given == []:
             hint = f": {', '.join(allowed)}" if allowed is not known else " (the causal-LM types of transformers)"
-            arguments.parser.error(
-                f"unknown {what}: {', '.join(unknown) or 'none given'}; choose from those there are{hint}"
-            )
-    for path in (arguments.json, arguments.markdown):
-        if path is not None and not path.parent.is_dir():
-            arguments.parser.error(f"{path.parent} is no folder")
-    types = arguments.types or known
+            raise ValueError(f"unknown {what}: {', '.join(unknown) or 'none given'}; choose from those there are{hint}")
+    wanted = types or known
     transformers.logging.set_verbosity_error()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with tensors this small, threads only wait for each other
+    results: list[Result] = []
+    whole = True
     try:
-        with _progress(len(types)) as progress:
-            results = run(types, arguments.caches, arguments.attn, progress)
+        with _progress(len(wanted)) as progress:
+            run(wanted, caches, attn, progress, results)
+    except KeyboardInterrupt:
+        whole = False
+        print("interrupted: what follows is what was checked until then", file=sys.stderr)
     finally:
         torch.set_num_threads(threads)
-    if arguments.json is not None:
-        found = {
+    if json_path is not None:
+        found: dict[str, Any] = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
-            "attn": arguments.attn,
+            "attn": attn,
             "results": [asdict(result) for result in results],
         }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.markdown is not None:
+        found |= {} if whole else {"interrupted": True}
+        json_path.write_text(json.dumps(found, indent=1) + "\n")
+    if page is not None and whole:
         words = ["python -m hf_kvcache compat"]
-        words += [f"--types {','.join(arguments.types)}"] if arguments.types else []
-        words += [f"--caches {','.join(arguments.caches)}"] if arguments.caches else []
-        words += [f"--attn {arguments.attn}"] if arguments.attn != "sdpa" else []
-        words += [f"--markdown {arguments.markdown}"]
-        arguments.markdown.write_text(_document(results, " ".join(words), arguments.attn))
+        words += [f"--types {','.join(types)}"] if types else []
+        words += [f"--caches {','.join(caches)}"] if caches else []
+        words += [f"--attn {attn}"] if attn != "sdpa" else []
+        words += [f"--markdown {page}"]
+        page.write_text(_document(results, " ".join(words), attn))
     for name, number in counts(results).items():
         print(f"{name}: " + ", ".join(f"{number[status]} {status}" for status in STATUSES if number[status]))
     bad = [result for result in results if result.status in BAD]
     for result in bad:
         print(f"{result.status}: {result.type}, {result.cache}: {result.reason}")
-    return 1 if bad else 0
+    return bool(bad), whole
 
 
 @contextlib.contextmanager
@@ -618,11 +608,3 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
         yield step
         bar.update(task, description="", completed=total)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m hf_kvcache compat`, without the word."""
-    parser = argparse.ArgumentParser(prog="hf_kvcache compat", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    return int(arguments.run(arguments))

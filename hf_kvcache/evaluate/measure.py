@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicLayer
 from ..attention import attach, detach, is_ours
 from ..cache import KVCache, _model_and_config, _native_nbytes
 from ..segments import PackedStore
+from ..specs import CacheSpec, parse_spec
 from .needles import ANSWER_TOKENS, CHARACTERS_PER_TOKEN, MOST, Needle, make_needle
-from .specs import Spec, parse
 
 # Windows of a text start at character FIRST + STEP * w and take CHARACTERS (more where a prompt needs more).
 FIRST, STEP, CHARACTERS = 5_000, 30_000, 20_000
@@ -69,6 +69,7 @@ def evaluate(
     needles: int = 0,
     shared_prompt: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
+    keep_partial: bool = False,
 ) -> dict[str, Any]:
     """Measure caches on texts and return figures that are ready for JSON.
 
@@ -76,7 +77,7 @@ def evaluate(
         model: the model. It is left as it came: attached or not, training or not.
         tokenizer: called as `tokenizer(text).input_ids`; needles need `decode` too.
         texts: name -> text. Windows start at character 5,000 + 30,000 w of each.
-        caches: specs (see `hf_kvcache.evaluate.specs`), or name -> function that makes the cache for the model.
+        caches: specs (see `hf_kvcache.specs`), or name -> function that makes the cache for the model.
         prompt: tokens that go through the cache in one call.
         tokens: tokens that are then fed one at a time.
         windows: windows of each text.
@@ -85,6 +86,8 @@ def evaluate(
             running the model again. They are the same ones, since a prompt attends before anything is written; this
             saves about half of the time.
         progress: called as `(passes done, passes in all, what comes next)`.
+        keep_partial: after Ctrl-C return what was measured, if anything was, with `interrupted` saying how much: the
+            windows that were done, or of the first one the caches that were.
 
     Returns:
         A dict of `versions`, `arguments`, `model`, `full` (the `DynamicCache`) and `caches`, a list in the order given.
@@ -126,22 +129,39 @@ def evaluate(
             detach(inner)
             attention = str(config._attn_implementation)
             report = _Progress(progress, (len(pieces) + needles) * (1 + len(makers)))
-            measured = [_measure(model, inner, piece, makers, prompt, shared_prompt, report) for piece in pieces]
-            asked = [_ask(model, inner, tokenizer, needle, makers, report) for _, needle in planted]
+            measured: list[list[dict[str, Any]]] = []
+            asked: list[list[bool]] = []
+            try:
+                for piece in pieces:
+                    measured.append([])
+                    _measure(model, inner, piece, makers, prompt, shared_prompt, report, measured[-1])
+                for _, needle in planted:
+                    asked.append(_ask(model, inner, tokenizer, needle, makers, report))
+            except KeyboardInterrupt:
+                if not keep_partial or not measured or len(measured[0]) < 2:
+                    raise
             report.finish()
     finally:
         model.train(training)
         attach(inner) if attached else detach(inner)
+    done = [row for row in measured if len(row) == 1 + len(makers)]
+    interrupted = None
+    if len(done) < len(pieces) or len(asked) < len(planted):
+        interrupted = {"windows_done": len(done), "windows": len(pieces), "needles_done": len(asked)}
+        measured = done or measured[:1]
+        makers = dict(list(makers.items())[: len(measured[0]) - 1])
+        texts = {name: text for name, text in texts.items() if any(row[0]["text"] == name for row in measured)}
     arguments: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "windows": windows, "needles": needles}
     arguments["shared_prompt"] = shared_prompt
-    return {
+    result = {
         "versions": _versions(),
         "arguments": arguments | {"texts": list(texts), "caches": list(makers)},
         "model": _about(model, attention),
         "full": _figures(0, texts, measured, asked),
         "caches": [{"spec": label} | _figures(n, texts, measured, asked) for n, label in enumerate(makers, start=1)],
-        "needles": [_code(*place, answers) for place, answers in zip(planted, asked, strict=True)],
+        "needles": [_code(*place, answers) for place, answers in zip(planted, asked, strict=False)],
     }
+    return result if interrupted is None else result | {"interrupted": interrupted}
 
 
 # ---------------------------------------------------------------------- before the model is run
@@ -156,12 +176,12 @@ def _makers(caches: Sequence[str] | Mapping[str, Maker], prompt: int) -> dict[st
     if isinstance(caches, Mapping):
         return dict(caches)
 
-    def maker(spec: Spec) -> Maker:
+    def maker(spec: CacheSpec) -> Maker:
         return lambda model: spec.build(model, prompt)
 
     makers: dict[str, Maker] = {}
     for text in caches:
-        spec = parse(text)
+        spec = parse_spec(text)
         spec.check(prompt)
         if text in makers:
             raise ValueError(f"{text!r} is named twice")
@@ -225,10 +245,15 @@ class _Progress:
             self._tell(self._total, self._total, "done")
 
 
+def cache_argument(model: Any) -> str:
+    """The name under which the model takes a cache: `cache`, or `past_key_values` in older transformers."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def _forward(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Logits `[vocabulary]` after the last of `ids` `[1, n]`, which go through the cache."""
     parameters = inspect.signature(model.forward).parameters
-    arguments: dict[str, Any] = {"cache" if "cache" in parameters else "past_key_values": cache}
+    arguments: dict[str, Any] = {cache_argument(model): cache}
     if "logits_to_keep" in parameters:  # those of a long prompt may not fit into memory
         arguments["logits_to_keep"] = 1
     return model(ids.to(model.device), use_cache=True, **arguments).logits[0, -1].float()
@@ -316,8 +341,9 @@ def _measure(
     prompt: int,
     shared_prompt: bool,
     report: _Progress,
-) -> list[dict[str, Any]]:
-    """Figures on one window: of the full cache, then of each cache."""
+    found: list[dict[str, Any]],
+) -> None:
+    """Append figures on one window to `found`: of the full cache, then of each cache."""
     where = f"{window.text} {window.index + 1}"
     targets = window.ids[0, prompt + 1 :]
     report.begin(f"{where}: full cache")
@@ -327,7 +353,7 @@ def _measure(
     full = _decode(model, window, yardstick, prompt)
     place = {"text": window.text, "window": window.index}
     bytes_ = {"bytes_after_prompt": full.bytes_after_prompt, "bytes_at_end": full.bytes_at_end}
-    found = [place | {"nll": compare(full.logits, full.logits, targets)["nll"]} | bytes_]
+    found.append(place | {"nll": compare(full.logits, full.logits, targets)["nll"]} | bytes_)
     for label, make in makers.items():
         report.begin(f"{where}: {label}")
         cache = _made(label, make, model)
@@ -340,7 +366,6 @@ def _measure(
         held = done.held or {"rows_kept": 1.0, "row_bits": 8.0 * model.dtype.itemsize}
         figures |= held | {"bits_per_element": held["rows_kept"] * held["row_bits"]}
         found.append(figures)
-    return found
 
 
 def _finds(model: Any, tokenizer: Any, needle: Needle, cache: Any) -> bool:

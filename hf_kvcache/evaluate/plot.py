@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..specs import parse_spec
 from .report import windows_of
 
 X_AXES = {
@@ -73,4 +74,7 @@ def pareto(result: Mapping[str, Any], path: str | Path, x: str = "bits") -> None
 
 def _kind(spec: str) -> str:
     """The techniques of a spec without their arguments: points of one kind share a colour."""
-    return "+".join(part.partition(":")[0].strip() for part in spec.split("+"))
+    try:
+        return "+".join(part.name for part in parse_spec(spec).parts)
+    except ValueError:  # a name of the caller's own
+        return spec

@@ -21,6 +21,9 @@ def headline(result: Mapping[str, Any]) -> str:
     )
     if asked["needles"]:
         line += f", the full cache finds {full['found']} of {asked['needles']} codes"
+    if "interrupted" in result:
+        part = result["interrupted"]
+        line += f" (interrupted: {part['windows_done']} of {part['windows']} windows were done)"
     return line
 
 

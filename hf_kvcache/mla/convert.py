@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .factor import BASELINES, Components, Factors, Recipe, choose_alike, factorize
+from .factor import BASELINES, Components, Factors, Recipe, choose_alike, choose_default, factorize
 from .host import Host, inspect_hosts, watch
 from .module import LayerDims, MLAAttention, attention_class
 from .moments import Moments, collect, of_weights, run
 from .plan import MLAPlan, allot, complete, grid
+from .pre_rope import FORM as PRE_ROPE
+from .pre_rope import PreRopeAttention, convert_to_pre_rope
+from .progress import Advance, bar
 from .saved import adopt
 from .trial import Trial
 
@@ -85,6 +88,8 @@ def convert_to_mla(
     *,
     rotary: str = "energy",
     method: str = "complex",
+    form: str = "latent",
+    progress: bool = True,
 ) -> tuple[PreTrainedModel, MLAReport]:
     """Put multi-head latent attention (arXiv 2405.04434, 2502.07864) in the place of every attention module of `model`.
 
@@ -103,8 +108,16 @@ def convert_to_mla(
             Several windows as long as a typical context. Needed unless `method="svd"`.
         tokenizer: for texts, which are joined and cut into windows of 1,024 tokens.
         rotary: "energy" chooses the rotary components of each layer for itself; "uniform" the same frequencies and
-            sizes for all layers, as formats without tables of their own need.
-        method: "complex", or one of the baselines "transmla" and "svd" to compare with.
+            sizes for all layers, as formats without tables of their own need (`export_deepseek_v3` for transformers);
+            "default" one component of each of evenly spaced frequencies, as those with default RoPE need (vLLM): a
+            rotary key of the head size at most.
+        method: "complex", or one of the baselines "transmla", "freqfold" and "svd" to compare with.
+        form: "latent", or "pre_rope" for a form that loses nothing where the hidden size is less than two times KV
+            heads times head size (multi-head attention: half of the bytes): the input of the key and value projections
+            is cached instead of keys and values, which are made again of all of it at every step. It takes no sizes
+            and no calibration, works with caches that keep every token, and decodes slower: memory is what it saves.
+            See `docs/mla_export.md`.
+        progress: show a bar on stderr if it takes longer than two seconds (where rich is installed).
 
     Returns:
         The model and an `MLAReport`.
@@ -115,45 +128,73 @@ def convert_to_mla(
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"expected a transformers model, got {type(model).__name__}")
-    if any(isinstance(module, MLAAttention) for module in model.modules()):
+    if any(isinstance(module, (MLAAttention, PreRopeAttention)) for module in model.modules()):
         raise ValueError("this model is converted already: load the original again to convert it otherwise")
+    if form == PRE_ROPE:
+        given = (kv_lora_rank, qk_rope_head_dim, kv_keep, calibration, tokenizer)
+        if any(x is not None for x in given) or (rotary, method) != ("energy", "complex"):
+            raise ValueError("form='pre_rope' takes no sizes, calibration, `rotary` or `method`: it is always lossless")
+        return _pre_rope(model)
+    if form != "latent":
+        raise ValueError(f"`form` must be 'latent' or 'pre_rope', got {form!r}")
     if method != "complex" and method not in BASELINES:
         raise ValueError(f"`method` must be 'complex', {', '.join(map(repr, BASELINES))}, got {method!r}")
-    if rotary not in ("energy", "uniform"):
-        raise ValueError(f"`rotary` must be 'energy' or 'uniform', got {rotary!r}")
+    if rotary not in ("energy", "uniform", "default"):
+        raise ValueError(f"`rotary` must be 'energy', 'uniform' or 'default', got {rotary!r}")
     recipe = BASELINES.get(method, Recipe())
     if calibration is None and recipe.data:
         raise ValueError(
             "convert_to_mla needs `calibration`: texts together with `tokenizer=`, or batches of token ids; without "
             "any, the result is of no use (method='svd' shows it)"
         )
-    if model.config.get_text_config(decoder=True) is not model.config:
-        raise NotImplementedError(
-            f"{type(model).__name__} has its language model inside another one: load the language model alone "
-            "(AutoModelForCausalLM of its text checkpoint)"
-        )
+    _check_alone(model)
     batches = [] if calibration is None else _batches(calibration, tokenizer, model)
     hosts = inspect_hosts(model)
-    plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep)
+    plan = _plan(hosts, kv_lora_rank, qk_rope_head_dim, kv_keep, rotary)
     # Sizes are tried on a part of the calibration that the moments have not seen, where there is enough of it.
     trial = batches[-1] if batches else None
     seen = batches[:-1] if len(batches) > 4 else batches
     reports: list[LayerReport] = []
     dims: list[dict[str, Any]] = []
-    for group in _groups(hosts, 1 if rotary == "uniform" else None):
-        moments = _moments(model, group, seen, recipe)
-        chosen = _choose(model, group, moments, plan, recipe, rotary, trial)
-        for host, (factors, error) in zip(group, chosen, strict=True):
-            module = _build(host, factors[0], factors[1])
-            _replace(model, host, module)
-            dims.append({"name": host.name, "layer_idx": module.layer_idx, **module.dims.to_dict()})
-            size = host.module.k_proj.weight.element_size()
-            sizes = (module.dims.elements_before * size, module.dims.elements * size)
-            report = LayerReport(host.name, factors[0].rank, factors[0].rope, *factors[0].kept, error, *sizes)
-            reports.append(report)
+    groups = list(_groups(hosts, None if rotary == "energy" else 1))
+    passes = len(seen) if recipe.data else 0
+    layered = (2 if plan.searched and trial is not None else 1) * len(hosts)
+    with bar(progress, passes * len(groups) + layered, "converting:") as advance:
+        for group in groups:
+            moments = _moments(model, group, _counted(seen, advance), recipe)
+            chosen = _choose(model, group, moments, plan, recipe, rotary, trial, advance)
+            for host, (factors, error) in zip(group, chosen, strict=True):
+                module = _build(host, factors[0], factors[1])
+                _replace(model, host, module)
+                dims.append({"name": host.name, "layer_idx": module.layer_idx, **module.dims.to_dict()})
+                size = host.module.k_proj.weight.element_size()
+                sizes = (module.dims.elements_before * size, module.dims.elements * size)
+                report = LayerReport(host.name, factors[0].rank, factors[0].rope, *factors[0].kept, error, *sizes)
+                reports.append(report)
     adopt(model, dims)
     tokens = sum(ids.numel() for ids in seen)
     return model, MLAReport(reports, tokens, method, rotary, {"kv_keep": kv_keep})
+
+
+def _pre_rope(model: PreTrainedModel) -> tuple[PreTrainedModel, MLAReport]:
+    _check_alone(model)
+    entries = convert_to_pre_rope(model)
+    adopt(model, entries)
+    reports = []
+    for entry in entries:
+        hidden = entry["kv_lora_rank"] + entry["qk_rope_head_dim"]
+        size = next(model.get_submodule(entry["name"]).parameters()).element_size()
+        before = entry["elements_before"] * size
+        reports.append(LayerReport(entry["name"], hidden, 0, 1.0, 1.0, 0.0, before, hidden * size))
+    return model, MLAReport(reports, 0, PRE_ROPE, "none")
+
+
+def _check_alone(model: PreTrainedModel) -> None:
+    if model.config.get_text_config(decoder=True) is not model.config:
+        raise NotImplementedError(
+            f"{type(model).__name__} has its language model inside another one: load the language model alone "
+            "(AutoModelForCausalLM of its text checkpoint)"
+        )
 
 
 # ---------------------------------------------------------------------- calibration
@@ -211,7 +252,13 @@ def _groups(hosts: list[Host], whole: int | None) -> Iterable[list[Host]]:
     yield group
 
 
-def _moments(model: Any, hosts: list[Host], batches: Sequence[torch.Tensor], recipe: Recipe) -> dict[str, Moments]:
+def _counted(batches: Iterable[torch.Tensor], advance: Advance) -> Iterator[torch.Tensor]:
+    for ids in batches:
+        yield ids
+        advance("moments")
+
+
+def _moments(model: Any, hosts: list[Host], batches: Iterable[torch.Tensor], recipe: Recipe) -> dict[str, Moments]:
     if not recipe.data:
         return {host.name: of_weights(host) for host in hosts}
     return collect(model, hosts, batches, recipe.by_attention)
@@ -220,11 +267,16 @@ def _moments(model: Any, hosts: list[Host], batches: Sequence[torch.Tensor], rec
 # ---------------------------------------------------------------------- sizes
 
 
-def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None) -> MLAPlan:
+def _plan(hosts: list[Host], rank: int | None, rope: int | None, keep: float | None, rotary: str) -> MLAPlan:
     n = {host.width for host in hosts}
     if len(n) > 1 and (rank is not None or rope is not None):
         raise ValueError("the layers of this model differ in size: give `kv_keep` instead of sizes for all of them")
-    return complete(min(n), rank, rope, keep)
+    return complete(min(n), rank, rope, keep, widest=_widest(hosts[0], rotary))
+
+
+def _widest(host: Host, rotary: str) -> int | None:
+    """The largest rotary key, where it is not all of the keys."""
+    return host.head_dim if rotary == "default" else None
 
 
 def _choose(
@@ -235,6 +287,7 @@ def _choose(
     recipe: Recipe,
     rotary: str,
     trial: torch.Tensor | None,
+    advance: Advance = lambda what: None,
 ) -> list[tuple[tuple[Factors, float], float]]:
     """For each layer its factors with the root mean square of their latents, and the error on the trial window."""
     components = {host.name: Components(host, moments[host.name], recipe) for host in hosts}
@@ -242,6 +295,8 @@ def _choose(
     def make(host: Host, rope: int) -> Factors:
         if rotary == "uniform":
             kept = choose_alike(list(components.values()), rope // 2)
+        elif rotary == "default":
+            kept = choose_default(list(components.values()), rope // 2)
         else:
             kept = components[host.name].choose(rope // 2)
         return factorize(host, moments[host.name], components[host.name], kept, recipe, _centered(host))
@@ -253,10 +308,11 @@ def _choose(
         def found(host: Host, hidden: torch.Tensor, table: Any) -> None:
             tried = Trial(host, hidden, table)
             curve = curves.setdefault(host.name, {})
-            for rope, ranks in grid(host.width, plan, rotary == "energy"):
+            for rope, ranks in grid(host.width, plan, rotary == "energy", _widest(host, rotary)):
                 factors = make(host, rope)
                 for rank in ranks:
                     curve[rope, rank] = tried.error(factors.at(rank))
+            advance(f"sizes of {host.name}")
 
         _pass(model, hosts, trial, found)
         sizes = allot(curves, plan, rotary == "energy")
@@ -265,6 +321,7 @@ def _choose(
     def finish(host: Host, hidden: torch.Tensor | None, table: Any) -> None:
         rank, rope = sizes[host.name]
         factors = make(host, rope).at(rank)
+        advance(host.name)
         if hidden is None:
             chosen[host.name] = ((factors, 1.0), float("nan"))
             return

@@ -18,6 +18,7 @@ from .host import Host
 from .moments import Moments
 
 _FLOOR = 1e-6  # least eigenvalue of a weight, against its largest
+FOLD = 4  # neighbouring frequencies that the baseline `freqfold` takes for one
 _RIDGE = 1e-5  # added to second moments, against their mean diagonal: directions that calibration never saw
 
 
@@ -33,6 +34,8 @@ class Recipe:
         weighted: whether errors count by the queries and by `o_proj`, or all alike.
         balance: how much the errors of logits count against those of values. Where errors all count alike: whether keys
             are brought to the mean square of the values.
+        fold: how many neighbouring frequencies are taken for one (FreqFold): their components mix, and turn with the
+            middle one.
     """
 
     data: bool = True
@@ -41,10 +44,12 @@ class Recipe:
     positions: bool = True
     weighted: bool = True
     balance: float = 1.0
+    fold: int = 1
 
 
 BASELINES = {
     "transmla": Recipe(by_attention=False, real=True, positions=False, weighted=False),
+    "freqfold": Recipe(by_attention=False, real=True, positions=False, weighted=False, fold=FOLD),
     "svd": Recipe(data=False, real=True, positions=False, weighted=False, balance=0.0),
 }
 
@@ -99,8 +104,9 @@ class Components:
     """The rotary components of one layer, and what each of them loses without its rotation.
 
     Attributes:
-        analyse: `[F, C, Hkv]` complex: keys of a frequency to its components.
-        synthesise: `[F, Hkv, C]` complex: back.
+        groups: `[F, M]` frequencies that are taken for one; `M` is 1 but for one baseline, and `F` that of all.
+        analyse: `[F, C, Hkv * M]` complex: keys of a frequency to its components.
+        synthesise: `[F, Hkv * M, C]` complex: back.
         loss: `[F, C]` mean square of the logits' error when a component does not turn.
         energy: `[F, C]` its share in the mean square of the logits.
         phase: `[H, F]` complex: what stands for the rotation then.
@@ -108,16 +114,20 @@ class Components:
 
     def __init__(self, host: Host, moments: Moments, recipe: Recipe = Recipe()) -> None:
         heads, n, half = host.kv_heads, host.width, host.head_dim // 2
-        f = torch.arange(half)
+        if half % recipe.fold:
+            raise ValueError(f"{half} frequencies cannot be folded by {recipe.fold}")
+        self.groups = torch.arange(half).view(-1, recipe.fold)
+        f, g = self.groups[:, :, None], self.groups[:, None]
         gram = moments.gram[:n, :n].view(heads, 2, half, heads, 2, half)
-        real = gram[:, 0, f, :, 0, f] + gram[:, 1, f, :, 1, f]
-        imaginary = gram[:, 1, f, :, 0, f] - gram[:, 0, f, :, 1, f]
+        real = _by_head(gram[:, 0, f, :, 0, g] + gram[:, 1, f, :, 1, g])
+        imaginary = _by_head(gram[:, 1, f, :, 0, g] - gram[:, 0, f, :, 1, g])
         if recipe.real:
             imaginary = torch.zeros_like(imaginary)
         covariance = torch.complex(real, imaginary)  # [F, Hkv, Hkv]
-        square = moments.queries.diagonal(dim1=1, dim2=2).view(heads, -1, 2, half).sum((1, 2)).t()  # [F, Hkv]
+        square = moments.queries.diagonal(dim1=1, dim2=2).view(heads, -1, 2, half).sum((1, 2))
+        square = square.view(heads, -1, recipe.fold).transpose(0, 1).flatten(1)  # [F, Hkv * M]
         if not recipe.weighted:
-            square = square.mean(1, keepdim=True).expand(-1, heads)
+            square = square.mean(1, keepdim=True).expand(-1, heads * recipe.fold)
         root = square.clamp(min=1e-12 * float(square.max()) + 1e-300).sqrt()
         energy, basis = torch.linalg.eigh(root[:, :, None] * covariance * root[:, None, :])
         energy, basis = energy.flip(-1).clamp(min=0), basis.flip(-1)
@@ -131,6 +141,7 @@ class Components:
         still = (1 - self.phase.abs().square().mean(0)).clamp(min=1e-9)
         if not recipe.positions:
             self.phase, still = torch.ones_like(self.phase), torch.ones_like(still)
+        still = still.view_as(self.groups).mean(1)
         self.loss = energy * still[:, None]
 
     def choose(self, count: int) -> torch.Tensor:
@@ -148,6 +159,17 @@ def choose_alike(layers: list[Components], count: int) -> torch.Tensor:
     return kept.view_as(total)
 
 
+def choose_default(layers: list[Components], count: int) -> torch.Tensor:
+    """The first component of each of `count` evenly spaced frequencies, beginning with the highest: default RoPE."""
+    total = torch.stack([layer.loss / layer.loss.sum() for layer in layers]).sum(0)[:, 0]
+    size = len(total)
+    steps = range(1, max(1, (size - 1) // max(1, count - 1)) + 1)
+    best = max(steps, key=lambda step: float(total[: step * (count - 1) + 1 : step].sum()))
+    kept = torch.zeros_like(layers[0].loss, dtype=torch.bool)
+    kept[: best * (count - 1) + 1 : best, 0] = True
+    return kept
+
+
 def factorize(
     host: Host,
     moments: Moments,
@@ -163,18 +185,19 @@ def factorize(
     """
     heads, size, n = host.kv_heads, host.head_dim, host.width
     half, group = size // 2, host.heads // host.kv_heads
-    f = torch.arange(half)
+    f, g = components.groups[:, :, None], components.groups[:, None]
     rope_key, rope_query, frequencies = _rotary(host, components, kept)
     mask = kept.to(torch.complex128)
-    turning = components.synthesise @ (mask[:, :, None] * components.analyse)  # [F, Hkv, Hkv]
+    turning = components.synthesise @ (mask[:, :, None] * components.analyse)
     rest = torch.eye(n, dtype=torch.float64).view(heads, 2, half, heads, 2, half).clone()
     for i, j, part in ((0, 0, turning.real), (1, 1, turning.real), (0, 1, -turning.imag), (1, 0, turning.imag)):
-        rest[:, i, f, :, j, f] -= part
+        rest[:, i, f, :, j, g] -= part.view(-1, heads, f.shape[1], heads, f.shape[1]).permute(0, 2, 4, 1, 3)
     rest = rest.view(n, n)
     if bool(kept.all()):
         rest.zero_()
     phase = components.phase.conj() * host.table_scale**2  # [H, F]
     nope_query = torch.zeros(host.heads, 2, half, 2, half, dtype=torch.float64)
+    f = torch.arange(half)
     for i, j, part in ((0, 0, phase.real), (1, 1, phase.real), (0, 1, -phase.imag), (1, 0, phase.imag)):
         nope_query[:, i, f, j, f] = part
     nope_query = nope_query.view(host.heads, size, size)
@@ -226,18 +249,28 @@ def factorize(
 def _rotary(host: Host, components: Components, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rope_key`, `rope_query` and `frequencies` of the kept components."""
     heads, size, half = host.kv_heads, host.head_dim, host.head_dim // 2
-    frequencies, component = kept.nonzero(as_tuple=True)
-    count = len(frequencies)
-    analyse = components.analyse[frequencies, component]  # [P/2, Hkv]
+    which, component = kept.nonzero(as_tuple=True)
+    count, fold = len(which), components.groups.shape[1]
+    analyse = components.analyse[which, component].view(count, heads, fold)
+    synthesise = components.synthesise[which, :, component].view(count, heads, fold)
+    synthesise = synthesise.repeat_interleave(host.heads // heads, dim=1)
     key = torch.zeros(2, count, heads, 2, half, dtype=torch.float64)
     index = torch.arange(count)
     query = torch.zeros(host.heads, 2, count, 2, half, dtype=torch.float64)
-    synthesise = components.synthesise[frequencies, :, component].repeat_interleave(host.heads // heads, dim=1)
-    for i, j, sign, part in ((0, 0, 1, "real"), (1, 1, 1, "real"), (0, 1, -1, "imag"), (1, 0, 1, "imag")):
-        key[i, index, :, j, frequencies] = sign * getattr(analyse, part)
-        # Queries are multiplied by the conjugate.
-        query[:, i, index, j, frequencies] = (-sign if part == "imag" else 1) * getattr(synthesise, part).t()
-    return key.view(2 * count, heads * size), query.view(host.heads, 2 * count, size), frequencies
+    for m, frequencies in enumerate(components.groups[which].t()):
+        for i, j, sign, part in ((0, 0, 1, "real"), (1, 1, 1, "real"), (0, 1, -1, "imag"), (1, 0, 1, "imag")):
+            key[i, index, :, j, frequencies] = sign * getattr(analyse[..., m], part)
+            # Queries are multiplied by the conjugate.
+            query[:, i, index, j, frequencies] = (-sign if part == "imag" else 1) * getattr(
+                synthesise[..., m], part
+            ).t()
+    middle = components.groups[which, fold // 2]
+    return key.view(2 * count, heads * size), query.view(host.heads, 2 * count, size), middle
+
+
+def _by_head(pairs: torch.Tensor) -> torch.Tensor:
+    """`[F, M, M, Hkv, Hkv]` as `[F, Hkv * M, Hkv * M]`."""
+    return pairs.permute(0, 3, 1, 4, 2).flatten(3, 4).flatten(1, 2)
 
 
 def _roots(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

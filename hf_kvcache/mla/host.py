@@ -119,9 +119,10 @@ def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def inspect_hosts(model: PreTrainedModel) -> list[Host]:
+def inspect_hosts(model: PreTrainedModel, partial: bool = False) -> list[Host]:
     """The attention modules of a model, each held against its own output on a few tokens.
 
+    With `partial`, keys of which only the first channels are rotated will do too.
     Raises `NotImplementedError`, naming the module and what is unknown about it.
     """
     name = type(model).__name__
@@ -172,7 +173,7 @@ def inspect_hosts(model: PreTrainedModel) -> list[Host]:
         model.train(was_training)
         for handle in handles:
             handle.remove()
-    return [_host(name, where, module, seen.get(id(module), {})) for where, module in modules]
+    return [_host(name, where, module, seen.get(id(module), {}), partial) for where, module in modules]
 
 
 def _check_parts(where: str, module: Any) -> None:
@@ -190,11 +191,11 @@ def _check_parts(where: str, module: Any) -> None:
             )
 
 
-def _host(model: str, where: str, module: Any, seen: dict[str, Any]) -> Host:
+def _host(model: str, where: str, module: Any, seen: dict[str, Any], partial: bool = False) -> Host:
     kind = f"{where} ({type(module).__name__})"
 
     def refuse(why: str) -> NotImplementedError:
-        return NotImplementedError(f"{model}: {kind} {why}, so it cannot be converted to latent attention")
+        return NotImplementedError(f"{model}: {kind} {why}, so it cannot be converted")
 
     if "output" not in seen or "query" not in seen:
         raise refuse("does not use transformers' attention functions")
@@ -222,7 +223,7 @@ def _host(model: str, where: str, module: Any, seen: dict[str, Any]) -> Host:
     )
     if seen["value"].shape[-1] != host.head_dim:
         raise refuse("has values of another size than its keys")
-    if host.rotary_dim != host.head_dim:
+    if host.rotary_dim != host.head_dim and not partial:
         raise refuse("rotates only a part of its keys")
     try:
         mine = host.read(seen["hidden"])

@@ -24,6 +24,7 @@ class Moments:
         gram: `[2n, 2n]` second moment of `[keys; values]` before rotation; `mean` `[2n]` their mean.
         queries: `[H, D, D]` second moments of the queries before rotation.
         distance: `[H, T]`: how much attention goes to tokens so far behind.
+        attention: `[H]` sum of `p (1 - p)`, for a token of the calibration.
         phases: `[T, F]` complex: the rotation between a query and a key so far behind it.
     """
 
@@ -35,6 +36,7 @@ class Moments:
         self.queries = torch.zeros(host.heads, host.head_dim, host.head_dim, dtype=torch.float64)
         self.distance = torch.zeros(host.heads, 0, dtype=torch.float64)
         self.phases = torch.zeros(0, host.rotary_dim // 2, dtype=torch.complex128)
+        self.attention = torch.ones(host.heads, dtype=torch.float64)
         self.weight = 0.0
         self.tokens = 0
 
@@ -73,6 +75,7 @@ class Moments:
         self.gram /= self.weight
         self.mean /= self.weight
         self.queries /= self.tokens
+        self.attention = self.distance.sum(1) / self.tokens
         self.distance /= self.distance.sum(1, keepdim=True)
         return self
 

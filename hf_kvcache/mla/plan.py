@@ -49,31 +49,40 @@ def plan_mla(config: Any, kv_keep: float = 0.5) -> MLAPlan:
     return complete(heads * size, None, None, kv_keep, searched=False)
 
 
-def complete(width: int, rank: int | None, rope: int | None, keep: float | None, searched: bool = True) -> MLAPlan:
-    """The missing ones of rank, rope and share."""
+def complete(
+    width: int,
+    rank: int | None,
+    rope: int | None,
+    keep: float | None,
+    searched: bool = True,
+    widest: int | None = None,
+) -> MLAPlan:
+    """The missing ones of rank, rope and share. The rotary key has `widest` numbers at most."""
+    most = width if widest is None else widest
     if keep is not None and not 0 < keep <= 1:
         raise ValueError(f"`kv_keep` must be in (0, 1], got {keep}")
     if rank is None and rope is None and keep is None:
         keep = 0.5
     if keep is not None and rank is not None and rope is not None:
         raise ValueError("give `kv_keep`, or both sizes, not all three")
-    if rope is not None and (rope < 2 or rope % 2 or rope > width):
-        raise ValueError(f"`qk_rope_head_dim` must be even, from 2 to {width} (KV heads x head size), got {rope}")
+    if rope is not None and (rope < 2 or rope % 2 or rope > most):
+        size = "KV heads x head size" if widest is None else "head size: default RoPE has each frequency once"
+        raise ValueError(f"`qk_rope_head_dim` must be even, from 2 to {most} ({size}), got {rope}")
     budget = None if keep is None else round(2 * width * keep)
     if rope is None:
         if budget is None:
             assert rank is not None
-            rope = min(width, max(2, 2 * width - rank))
+            rope = min(most, max(2, 2 * width - rank))
         elif rank is not None:
             rope = (budget - rank) // 2 * 2
         elif keep == 1:
-            rope = width  # lossless
+            rope = most  # lossless, if all of the keys can turn
         else:
-            rope = min(width, max(2, _rounded(_ROTARY * budget, budget)))
-        if rope < 2 or rope > width:
+            rope = min(most, max(2, _rounded(_ROTARY * budget, budget)))
+        if rope < 2 or rope > most:
             raise ValueError(
                 f"`kv_lora_rank={rank}` and `kv_keep={keep}` leave {rope} numbers for the rotary key, which must have "
-                f"from 2 to {width}"
+                f"from 2 to {most}"
             )
         free = rank is None and keep is not None and keep < 1
     else:
@@ -94,13 +103,13 @@ def _rounded(x: float, budget: int) -> int:
     return max(step, round(x / step) * step)
 
 
-def grid(width: int, plan: MLAPlan, by_layer: bool) -> Iterator[tuple[int, list[int]]]:
-    """Rotary sizes to try, and for each the ranks."""
+def grid(width: int, plan: MLAPlan, by_layer: bool, widest: int | None = None) -> Iterator[tuple[int, list[int]]]:
+    """Rotary sizes to try (of `widest` numbers at most), and for each the ranks."""
     budget = round(2 * width * plan.kept)
     budgets = (
         sorted({min(2 * width, _rounded(budget * b, budget)) for b in _BUDGETS} | {budget}) if by_layer else [budget]
     )
-    for rope in sorted({min(width, _rounded(budget * share, budget)) for share in _TRIED}):
+    for rope in sorted({min(widest or width, _rounded(budget * share, budget)) for share in _TRIED}):
         ranks = [b - rope for b in budgets if 1 <= b - rope <= 2 * width - rope]
         if ranks:
             yield rope, ranks

@@ -16,6 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .host import attention_modules
 from .module import LayerDims, attention_class
+from .pre_rope import FORM as PRE_ROPE
+from .pre_rope import install_pre_rope
 
 MODEL_TYPE = "hf_kvcache_mla"
 _LARGEST = 1 << 20
@@ -71,9 +73,10 @@ def adopt(model: PreTrainedModel, layers: list[dict[str, Any]]) -> None:
     kind: Any = type(model)
     config.host_model_type = host.model_type
     config.mla = layers
-    # What tells caches and kernels of a latent; the largest, where layers differ.
-    config.kv_lora_rank = max(layer["kv_lora_rank"] for layer in layers)
-    config.qk_rope_head_dim = max(layer["qk_rope_head_dim"] for layer in layers)
+    if not any(layer.get("form") == PRE_ROPE for layer in layers):
+        # What tells caches and kernels of a latent; the largest, where layers differ.
+        config.kv_lora_rank = max(layer["kv_lora_rank"] for layer in layers)
+        config.qk_rope_head_dim = max(layer["qk_rope_head_dim"] for layer in layers)
     made: Any = config_class(host)
     config.__class__ = made
     model.__class__ = model_class(kind, made)
@@ -86,6 +89,11 @@ def install(model: PreTrainedModel, config: Any) -> None:
     if not isinstance(entries, list) or not entries:
         raise ValueError("the config of this converted model has no `mla`, the sizes of its layers")
     for entry in entries:
+        if isinstance(entry, dict) and entry.get("form") == PRE_ROPE:
+            if entry.get("name") not in modules:
+                raise ValueError(f"the config of this converted model names {entry.get('name')!r}, which it has not")
+            install_pre_rope(model, modules.pop(entry["name"]), entry)
+            continue
         name, dims = _read(entry)
         old = modules.pop(name, None)
         if old is None:

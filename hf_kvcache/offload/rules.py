@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -65,3 +66,46 @@ def offloaded_bytes(
     if offload.top_pages is not None:
         total += pages * heads * key_dim * 2 * dtype.itemsize
     return batch * (total + policy.state_bytes)
+
+
+class Away(NamedTuple):
+    """Bytes of an offloaded cache that are not on the compute device, and of the buffers there that they come to."""
+
+    moved: int
+    staging: int
+
+
+def away_bytes(
+    cache: Any, shapes: Mapping[int, tuple[int, int, int]], batch: int, tokens: int, dtype: torch.dtype
+) -> Away:
+    """Of `expected_bytes`, what has left the device after one prompt of `tokens`, by layers' row `shapes`.
+
+    Staging is that of `attend="fetch"`: two layers' rows, with a sixteenth to grow. There is none where attention goes
+    to the rows (`attend="compute"`).
+    """
+    from ..cache import layer_codec
+    from ..segments import OffloadedPackedStore, OffloadedStore
+    from ..segments.offloaded import SPARE
+    from ..segments.side import half_for, tiles_for
+
+    moved = largest = 0
+    for layer in cache.kv_layers:
+        heads, key_dim, value_dim = shapes[layer.layer_idx]
+        kept = layer.policy.kept_after(tokens)
+        exact = heads * (key_dim + value_dim) * dtype.itemsize
+        if isinstance(layer.segments, OffloadedPackedStore):
+            codec = layer_codec(cache.codec, layer.policy, layer.layer_idx, len(cache.layers), key_dim, value_dim)
+            packed, half = codec.packed_after(kept), half_for(torch.device("cpu"))
+            held = codec.packed_bytes(batch, heads, key_dim, value_dim, tiles_for(packed, half), half) if packed else 0
+            held -= batch * heads * key_dim * 2 if packed and codec.centre_keys else 0  # the mean stays
+            staged = held
+        elif isinstance(layer.segments, OffloadedStore):
+            held = batch * cache.offload.pages_of(kept) * cache.offload.page * exact
+            staged = batch * (kept + SPARE) * exact if held else 0
+        else:
+            continue
+        moved += held
+        largest = max(largest, staged)
+    layers = sum(isinstance(layer.segments, OffloadedPackedStore | OffloadedStore) for layer in cache.kv_layers)
+    fetched = cache.offload.attend != "compute"
+    return Away(moved, min(2, layers) * (largest + largest // 16) if fetched else 0)

@@ -3,6 +3,7 @@
 A prompt goes through each cache in pieces of 2,048 tokens; then one token after the other is fed to every cache in
 turn, so that whatever else the machine does falls on all of them alike. Medians of the steps, and ratios to the
 `DynamicCache`. `--profile` adds where the time of a step goes, by operation and by file.
+`hf-kvcache bench` times the same for any model, by context.
 
     python tests/bench/decode_speed.py --threads 1
     python tests/bench/decode_speed.py --tokens 2048 --dtype float32
@@ -13,29 +14,15 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import statistics
-import time
 from typing import Any
 
 import torch
-from common import attach, forward, full_nbytes, load_model, make_cache, table, topics_text, track, write_json
+from common import attach, full_nbytes, load_model, make_cache, table, topics_text, track, write_json
 from transformers import DynamicCache
 
+from hf_kvcache.bench import WARM_UP, prefill, step, summary
+
 CACHES = ["identity", "snapkv", "h2o", "window"]
-
-
-@torch.no_grad()
-def prefill(model: Any, cache: Any, ids: torch.Tensor, chunk: int) -> None:
-    for start in range(0, ids.shape[1], chunk):
-        forward(model, ids[:, start : start + chunk], cache)
-
-
-@torch.no_grad()
-def step(model: Any, cache: Any, token: torch.Tensor) -> float:
-    """Milliseconds of one decoding step."""
-    began = time.perf_counter()
-    forward(model, token, cache)
-    return 1000 * (time.perf_counter() - began)
 
 
 def profile(model: Any, cache: Any, token: torch.Tensor, steps: int, name: str) -> None:
@@ -78,20 +65,10 @@ def main() -> None:
         prefill(model, cache, ids, args.chunk)
     token = ids[:, :1]
     times: dict[str, list[float]] = {name: [] for name in caches}
-    for _ in track(range(args.steps + 2), "steps"):
+    for _ in track(range(args.steps + WARM_UP), "steps"):
         for name, cache in caches.items():
             times[name].append(step(model, cache, token))
-    median = {name: statistics.median(values[2:]) for name, values in times.items()}
-    rows = [
-        {
-            "cache": name,
-            "ms": median[name],
-            "fastest ms": min(times[name]),
-            "times faster": median["DynamicCache"] / median[name],
-            "bytes": full_nbytes(cache) / full_nbytes(caches["DynamicCache"]),
-        }
-        for name, cache in caches.items()
-    ]
+    rows = summary(times, {name: full_nbytes(cache) for name, cache in caches.items()})
     print(f"{label}, {args.dtype}, {args.tokens} tokens, {torch.get_num_threads()} thread(s), median of {args.steps}")
     print(table(rows))
     if args.profile:

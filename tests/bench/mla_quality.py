@@ -1,17 +1,19 @@
 """Perplexity of a converted model against the original's, on text that the calibration never saw.
 
-    python tests/bench/mla_quality.py [--model NAME] [--rows complex:0.5 transmla:64+128 ...]
+    python tests/bench/mla_quality.py [--model NAME] [--rows complex:0.5 transmla:64+128 ...] [--distill]
 
 Calibrated on windows spread over the docstrings of the standard library, measured on the language reference
 (`pydoc_data.topics`): windows of 1,024 tokens that start at character 5,000 + 30,000 w. A row names a method (complex,
-transmla, svd) and a share of the bytes, or sizes rope+rank; `64+full` keeps all but the rotation. Moments are collected
-once for each kind of method.
+transmla, freqfold, svd) and a share of the bytes, or sizes rope+rank; `64+full` keeps all but the rotation. Moments are
+collected once for each kind of method. With `--distill`, rows of this library's own method are measured once more after
+`distill_layers` on windows spread over the same docstrings, with the CPU seconds that took.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import time
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 import common
 import torch
 
-from hf_kvcache.mla import convert, convert_to_mla
+from hf_kvcache.mla import convert, convert_to_mla, distill_layers
 
 ROWS = [
     "complex:64+full",
@@ -30,6 +32,7 @@ ROWS = [
     "transmla:80+208",
     "transmla:64+128",
     "transmla:40+79",
+    "freqfold:64+128",
     "svd:64+128",
 ]
 
@@ -58,6 +61,9 @@ def main() -> None:
     parser.add_argument("--calibration-windows", type=int, default=8)
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--distill", action="store_true", help="also after layer-local distillation")
+    parser.add_argument("--distill-windows", type=int, default=12, help="one more is held out")
+    parser.add_argument("--distill-arguments", default="{}", help="of distill_layers, as JSON")
     parser.add_argument("--json", help="write the result to this file (- for standard output)")
     options = parser.parse_args()
     model, tokenizer, label = common.demo_model.load(options.model)
@@ -90,6 +96,22 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
+        if options.distill and method == "complex":
+            step = len(text) // (options.distill_windows + 1)
+            starts = [step * i + (step - options.tokens) // 2 for i in range(options.distill_windows + 1)]
+            spread = [text[start : start + options.tokens][None] for start in starts]
+            converted, learned = distill_layers(converted, model, spread, **json.loads(options.distill_arguments))
+            errors = [layer.error_after for layer in learned.layers]
+            rows.append(
+                {
+                    "conversion": f"{row} distilled",
+                    "bytes kept": report.kept,
+                    "perplexity ratio": math.exp(loss_of(converted, windows) - base),
+                    "mean error of layers": sum(errors) / len(errors),
+                    "seconds": learned.cpu_seconds,
+                }
+            )
+            print(rows[-1], flush=True)
         del converted
     print(f"\n{label}: perplexity {math.exp(base):.3f} on {sum(ids.numel() for ids in windows)} tokens\n")
     print(common.table(rows))

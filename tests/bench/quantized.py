@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from common import demo_model
 
-from hf_kvcache.evaluate import TEXTS, evaluate, parse, plot
+from hf_kvcache.evaluate import TEXTS, evaluate, plot
 from hf_kvcache.evaluate.report import headline, markdown, rows
 from hf_kvcache.evaluate.run import show_progress
+from hf_kvcache.specs import parse_spec
 
 CACHES = [
     "kv",
@@ -55,7 +56,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     for spec in args.caches:
-        parse(spec).check(args.prompt)
+        parse_spec(spec).check(args.prompt)
     model, tokenizer, label = demo_model.load(args.model)
     texts = {name: TEXTS[name]() for name in args.texts}
     sizes = dict(prompt=args.prompt, tokens=args.tokens, windows=args.windows, needles=args.needles)

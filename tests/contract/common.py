@@ -35,6 +35,7 @@ from hf_kvcache import (
     QuantizedKIVICache,
     SlidingWindowCache,
     SnapKVCache,
+    convert_to_mla,
     enable_absorb,
 )
 
@@ -108,7 +109,8 @@ def _config(name: str) -> Any:
 # `scope="full"` would leave nothing to evict from. All experts are active: a router flips on rounding errors.
 # "/absorb" attends to latents as they are cached.
 MODELS = ("llama", "qwen2", "mistral/all", "gemma3", "gemma3/all", "gpt_oss", "gpt_oss/all", "gemma2", "deepseek_v3")
-MODELS += ("deepseek_v3/absorb",)
+# "converted" is a converted model, whose latents are attended to likewise.
+MODELS += ("deepseek_v3/absorb", "converted", "converted/absorb")
 ATTENTION = ("sdpa", "eager")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Stock SDPA of these has no attention sinks (or no soft cap), so transformers refuses it; ours computes them.
@@ -119,6 +121,11 @@ CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parame
 
 @functools.cache
 def _built(name: str, dtype: str) -> PreTrainedModel:
+    if name == "converted":
+        ids = torch.randint(2, VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(5))
+        return convert_to_mla(copy.deepcopy(_built("llama", "fp32")), kv_keep=0.75, calibration=ids)[0].to(
+            DTYPES[dtype]
+        )
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(_config(name), attn_implementation="eager").eval()
     with torch.no_grad():

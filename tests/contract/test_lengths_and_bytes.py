@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache
+from hf_kvcache.rope import KeyRotation
 
 from .common import CACHES, EVICTING, KEEPING, MODELS, batch, feed, model_of, roomy, stock_of, tight
 
-HEADS = {"deepseek_v3": 1, "deepseek_v3/absorb": 1}  # one latent for all heads
+# One latent for all heads.
+HEADS = {"deepseek_v3": 1, "deepseek_v3/absorb": 1, "converted": 1, "converted/absorb": 1}
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -84,7 +86,8 @@ def storages(root, model):
     found, visited, stack = {}, set(), [root]
     while stack:
         item = stack.pop()
-        if id(item) in visited or isinstance(item, (type, types.ModuleType, torch.nn.Module, torch.dtype)):
+        # Frequencies of a rotation are the model's own, or chosen among them by a converted layer.
+        if id(item) in visited or isinstance(item, (type, types.ModuleType, torch.nn.Module, torch.dtype, KeyRotation)):
             continue
         visited.add(id(item))
         if isinstance(item, torch.Tensor):

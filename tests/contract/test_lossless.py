@@ -88,6 +88,7 @@ MODES = {
     "prefill_chunks": dict(prefill_chunk_size=5),
 }
 KINDS = ["llama", "mistral/all", "gemma3", "gemma3/all", "gpt_oss/all", "gemma2", "deepseek_v3", "deepseek_v3/absorb"]
+KINDS += ["converted", "converted/absorb"]
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def repeated_prompt():
 @pytest.mark.parametrize("label", LOSSLESS)
 def test_drafted_decoding(label, case):
     """Prompt lookup and a second model: drafts are rejected often, so this is rollback under load."""
-    if case == "deepseek_v3" and label not in KEEPING:
+    if case in ("deepseek_v3", "converted") and label not in KEEPING:
         pytest.skip("eviction refuses drafts on MLA models; see test_operations.py")
     model, stock = model_of(case), stock_of(case)
     ids = repeated_prompt()

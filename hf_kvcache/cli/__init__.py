@@ -1,0 +1,1 @@
+"""`hf-kvcache`: one command, one file for each of its subcommands. Needs `pip install "hf-kvcache[cli]"`."""
