@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import healing
 from demo_model import load
-from hf_kvcache import convert_to_mla, merge_healed
+from hf_kvcache import convert_to_mla, export_deepseek_v3, merge_healed
 from hf_kvcache.evaluate.texts import docstrings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -57,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if args.export:
         if not args.out:
             parser.error("--export needs --out")
-        from hf_kvcache.mla import export_deepseek_v3  # type: ignore[attr-defined]  # before hours of training
     from accelerate import Accelerator
 
     accelerator = Accelerator()

@@ -145,14 +145,16 @@ def test_from_python_with_progress(source, files, tmp_path) -> None:
         windows=6,
         held_out=files["held"],
         held_out_windows=3,
+        distill=True,
         tell=lambda stage, done, total: told.append((stage, done, total)),
     )
     stages = list(dict.fromkeys(stage for stage, _, _ in told))
-    assert stages == ["loading", "perplexity before", "converting", "perplexity after", "writing"]
+    assert stages == ["loading", "perplexity before", "converting", "distilling", "perplexity after", "writing"]
     for stage in stages:
         done = [(d, t) for s, d, t in told if s == stage]
         assert done == sorted(done) and done[-1][0] == done[-1][1] == done[0][1]
-    assert ("converting", 2 * 7) in {(s, t) for s, _, t in told}  # two layers: five windows, and two to try sizes
+    assert {("converting", 5 + 2 * 2), ("distilling", 2)} <= {(s, t) for s, _, t in told}  # windows, and layers
+    assert len(found["distilled"]["layers"]) == 2
     assert found["out"] == str(tmp_path / "out")
 
 
@@ -172,21 +174,11 @@ def test_gguf(tmp_path, files, monkeypatch) -> None:
     assert checkpoint_module._bytes_of(str(tmp_path), torch.float32, {"gguf_file": "model.gguf"}) == size
 
 
-def test_distillation_is_called_where_there_is_one(source, files, tmp_path, monkeypatch) -> None:
-    called = []
-
-    def distill_layers(model, teacher, calibration):
-        called.append((type(model).__name__, type(teacher).__name__, len(calibration)))
-        return model, None
-
-    monkeypatch.setattr(hf_kvcache.mla, "distill_layers", distill_layers, raising=False)
-    result = run(source, tmp_path / "out", files, "--distill")
+def test_distillation_is_reported(source, files, tmp_path) -> None:
+    result = run(source, tmp_path / "out", files, "--distill", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 0, result.output
-    assert called == [("MLALlamaForCausalLM", "LlamaForCausalLM", 6)]
-    monkeypatch.delattr(hf_kvcache.mla, "distill_layers")
-    result = run(source, tmp_path / "other", files, "--distill")
-    assert result.exit_code == 2 and "no distill_layers" in result.stderr
-    assert left(tmp_path) == ["out"]
+    layers = json.loads((tmp_path / "report.json").read_text())["distilled"]["layers"]
+    assert len(layers) == 2 and all(layer["error_after"] <= layer["error_before"] for layer in layers)
 
 
 @pytest.mark.parametrize(

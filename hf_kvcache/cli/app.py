@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from .bench import bench
 from .chat import chat
 from .common import INTERRUPTED, Several, Wrong, one_line
 from .compat import compat
+from .convert_mla import convert_mla
 from .estimate import estimate
 from .evaluate import evaluate
 from .recommend import recommend
@@ -45,10 +45,7 @@ app.command(cls=Several)(bench)
 app.command(cls=Several)(chat)
 app.command("eval", cls=Several)(evaluate)
 app.command(cls=Several)(compat)
-if importlib.util.find_spec(f"{__package__}.convert_mla") is not None:
-    from .convert_mla import convert_mla  # type: ignore[import-not-found,unused-ignore]
-
-    app.command(cls=Several)(convert_mla)
+app.command(cls=Several)(convert_mla)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from .chain import Chain
 from .convert import _batches
 from .host import attention_modules
 from .module import MLAAttention
-from .progress import bar
+from .progress import Tell, bar
 
 _VERSION = 1
 _MANIFEST = "captured.json"
@@ -96,7 +96,7 @@ def capture_layers(
     calibration: Iterable[Any],
     tokenizer: Any = None,
     *,
-    progress: bool = True,
+    progress: bool | Tell = True,
 ) -> None:
     """Write what every attention module of the original `model` takes and gives, for `distill_layers`.
 

@@ -7,20 +7,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..evaluate.texts import read
 from .convert import MLAReport, convert_to_mla
+from .distill import distill_layers
 from .export import ExportReport, export_deepseek_v3
 from .folder import check_room, new_folder, write_tokenizer
-from .host import attention_modules
+from .progress import Tell
 
-# `tell(stage, done, total)`: how far something is.
-Tell = Callable[[str, int, int], None]
 ROTARY = {"none": "energy", "hf": "uniform", "vllm": "default"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
 _WINDOW = 1024
@@ -113,9 +111,10 @@ def convert_checkpoint(
         arguments |= {"rotary": rotary or ROTARY[export], "calibration": calibration}
     elif any(x is not None for x in (kv_keep, kv_lora_rank, qk_rope_head_dim, rotary)):
         raise ValueError("the pre-RoPE form takes no sizes: it keeps the hidden size")
-    with _watched(model, len(calibration), tell):
-        model, report = convert_to_mla(model, **arguments)
-    distilled = _distill(model, teacher, calibration, tell) if teacher is not None else None
+    model, report = convert_to_mla(model, **arguments, progress=tell)
+    distilled = None
+    if teacher is not None:
+        distilled = distill_layers(model, teacher, calibration, progress=tell)[1].to_dict()
     after = _loss(model, held, tell, "perplexity after") if held else None
 
     found: dict[str, Any] = {
@@ -226,41 +225,6 @@ def _loss(model: Any, windows: list[torch.Tensor], tell: Tell, stage: str) -> fl
         tokens += ids.shape[1] - 1
     tell(stage, len(windows), len(windows))
     return total / tokens
-
-
-@contextmanager
-def _watched(model: Any, batches: int, tell: Tell) -> Iterator[None]:
-    """Tell of each layer that runs: once for each window of the calibration, and twice to try sizes."""
-    modules = [module for _, module in attention_modules(model)]
-    total = len(modules) * ((batches - 1 if batches > 4 else batches) + 2)
-    done = 0
-
-    def hook(*_: Any) -> None:
-        nonlocal done
-        done = min(done + 1, total - 1)  # models whose layers take several passes run more often
-        tell("converting", done, total)
-
-    handles = [module.register_forward_pre_hook(hook) for module in modules]
-    try:
-        yield
-        tell("converting", total, total)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _distill(model: Any, teacher: Any, calibration: list[torch.Tensor], tell: Tell) -> Any:
-    """The one place that knows `distill_layers`: what it returns goes into the report, if JSON can say it."""
-    from .. import mla
-
-    distill_layers = getattr(mla, "distill_layers", None)
-    if distill_layers is None:
-        raise NotImplementedError("this version of hf_kvcache has no distill_layers: convert without distillation")
-    tell("distilling", 0, 1)
-    result = distill_layers(model, teacher, calibration)
-    tell("distilling", 1, 1)
-    last = result[-1] if isinstance(result, tuple) else result
-    return last.to_dict() if hasattr(last, "to_dict") else True
 
 
 __all__ = ["MLAReport", "convert_checkpoint"]

@@ -17,7 +17,7 @@ from .moments import Moments, collect, of_weights, run
 from .plan import MLAPlan, allot, complete, grid
 from .pre_rope import FORM as PRE_ROPE
 from .pre_rope import PreRopeAttention, convert_to_pre_rope
-from .progress import Advance, bar
+from .progress import Advance, Tell, bar
 from .saved import adopt
 from .trial import Trial
 
@@ -89,7 +89,7 @@ def convert_to_mla(
     rotary: str = "energy",
     method: str = "complex",
     form: str = "latent",
-    progress: bool = True,
+    progress: bool | Tell = True,
 ) -> tuple[PreTrainedModel, MLAReport]:
     """Put multi-head latent attention (arXiv 2405.04434, 2502.07864) in the place of every attention module of `model`.
 
@@ -117,7 +117,8 @@ def convert_to_mla(
             is cached instead of keys and values, which are made again of all of it at every step. It takes no sizes
             and no calibration, works with caches that keep every token, and decodes slower: memory is what it saves.
             See `docs/mla_export.md`.
-        progress: show a bar on stderr if it takes longer than two seconds (where rich is installed).
+        progress: show a bar on stderr if it takes longer than two seconds (where rich is installed), or call
+            `progress(stage, done, total)` instead.
 
     Returns:
         The model and an `MLAReport`.

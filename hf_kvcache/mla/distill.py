@@ -29,7 +29,7 @@ from .captured import (
 )
 from .chain import Chain
 from .module import MLAAttention
-from .progress import bar
+from .progress import Tell, bar
 from .student import Example, Student, write
 
 _VERSION = 1
@@ -93,7 +93,7 @@ def distill_layers(
     held_out: int = 1,
     seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    progress: bool | Tell = True,
 ) -> tuple[PreTrainedModel, DistillReport]:
     """Train each attention module that `convert_to_mla` made to give what the original's gave, layer after layer.
 
@@ -117,7 +117,8 @@ def distill_layers(
         seed: of the order of windows and rows.
         checkpoint: a folder for finished layers. With the same arguments and models, a run continues from it and gives
             what an uninterrupted one gives. Safetensors and JSON.
-        progress: show a bar on stderr if it takes longer than two seconds (where rich is installed).
+        progress: show a bar on stderr if it takes longer than two seconds (where rich is installed), or call
+            `progress(stage, done, total)` instead.
 
     Returns:
         The model and a `DistillReport`.

@@ -292,6 +292,7 @@ class _Plan:
             attention_dropout=float(getattr(host, "attention_dropout", 0.0) or 0.0),
         )
         config.num_nextn_predict_layers = 0
+        config.hf_kvcache_norm_folded = True  # `prepare_for_healing` refuses to train it
         config.architectures = ["DeepseekV3ForCausalLM"]
         config.dtype = self.dtype
         return config

@@ -9,14 +9,26 @@ from contextlib import contextmanager
 _SILENT = 2.0  # seconds before anything is shown
 
 Advance = Callable[[str], None]
+Tell = Callable[[str, int, int], None]  # (stage, done, total): how far something is
 
 
 @contextmanager
-def bar(wanted: bool, total: int, description: str) -> Iterator[Advance]:
+def bar(wanted: bool | Tell, total: int, description: str) -> Iterator[Advance]:
     """Gives a function that counts one step and says what it was of.
 
-    Shown on stderr where rich is installed, once two seconds are over; nothing is printed otherwise.
+    Shown on stderr where rich is installed, once two seconds are over; nothing is printed otherwise. `wanted` may be a
+    function instead, which is told of every step.
     """
+    if callable(wanted):
+        done = 0
+
+        def told(what: str) -> None:
+            nonlocal done
+            done += 1
+            wanted(description.rstrip(":"), min(done, total), total)
+
+        yield told
+        return
     try:
         if not wanted:
             raise ImportError
