@@ -507,7 +507,7 @@ def words_of_eval(folder: str, data: Path, windows: int = 3) -> list[str]:
     return [*words, "--tokens", "8", "--windows", str(windows), "--json", str(data)]
 
 
-@pytest.mark.parametrize(("passes", "windows", "caches"), [(5, 1, 2), (2, 0, 1), (9, 3, 2)])
+@pytest.mark.parametrize(("passes", "windows", "caches"), [(5, 1, 2), (8, 2, 2), (2, 0, 1), (9, 3, 2)])
 def test_eval_keeps_the_windows_that_were_done(
     passes: int,
     windows: int,
@@ -532,6 +532,7 @@ def test_eval_keeps_the_windows_that_were_done(
     assert ask(*words_of_eval(folder, data)) == (0 if windows == 3 else 130)
     found = json.loads(data.read_text())
     assert len(found["caches"]) == caches == len(found["arguments"]["caches"])
+    assert all(len(entry["windows"]) == max(windows, 1) for entry in found["caches"])
     assert ("interrupted" in found) is (windows < 3)
     if windows < 3:
         assert found["interrupted"]["windows_done"] == windows

@@ -15,7 +15,6 @@ import torch
 from test_mla_convert import HOSTS, build
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import hf_kvcache.mla
 from hf_kvcache.mla import checkpoint as checkpoint_module
 from hf_kvcache.mla import folder as folder_module
 from hf_kvcache.mla.checkpoint import convert_checkpoint
