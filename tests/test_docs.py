@@ -1,8 +1,8 @@
 """Every Python block of the README and of docs/ runs, commands have the options shown, and links lead somewhere.
 
 The blocks of a page run in order, in one namespace that holds what a reader is taken to have: `model`, `tokenizer`,
-`inputs` (a tokenized prompt), `texts`, and the folder `scratch`. A block that cannot run here has a comment before it:
-`<!-- no-run: the reason -->`.
+`inputs` (a tokenized prompt), `texts`, `name` (what the model is loaded from), and the folder `scratch`. A block that
+cannot run here has a comment before it: `<!-- no-run: the reason -->`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def built(kind: str) -> PreTrainedModel:
             n_shared_experts=1,
         )
     else:
-        config = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=32)
+        layers = 2 if kind == "short" else SIZES["num_hidden_layers"]
+        config = LlamaConfig(**SIZES | dict(num_hidden_layers=layers), num_key_value_heads=2, head_dim=32)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     model.generation_config.max_new_tokens = 8
     return model
@@ -133,13 +134,13 @@ def namespace_for(page: str) -> dict[str, Any]:
     """Fresh for each page: some attach the model, others convert it."""
     tokenizer = copy.deepcopy(tokenizer_of_bytes())
     tokenizer.padding_side = "left"
-    kind = "mla" if page == "docs/mla.md" else "llama"
+    kind = {"docs/mla.md": "mla", "docs/mla_conversion.md": "short"}.get(page, "llama")
     return {
         "__name__": "page",
         "model": copy.deepcopy(built(kind)),
         "tokenizer": tokenizer,
         "inputs": tokenizer(TEXTS[0], return_tensors="pt", return_token_type_ids=False),
-        "texts": list(TEXTS),
+        "texts": TEXTS * (2 if kind == "short" else 1),  # some windows of 1,024 tokens
     }
 
 
@@ -169,7 +170,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", [n for n, p in zip(NAMES, PAGES, strict=True) if python_blocks(p.read_text("utf-8"))])
 def test_the_blocks_of_a_page_run(name: str, folder: Path) -> None:
-    run_page((ROOT / name).read_text(encoding="utf-8"), name, namespace_for(name))
+    text, namespace = (ROOT / name).read_text(encoding="utf-8"), namespace_for(name)
+    if "from_pretrained(name)" in text:
+        namespace["model"].save_pretrained("saved")
+        namespace["name"] = str(folder / "saved")
+    run_page(text, name, namespace)
 
 
 @pytest.mark.parametrize("name", NAMES)
