@@ -20,10 +20,10 @@ PINS := requirements/constraints.txt $(wildcard requirements/transformers-$(TRAN
 # The versions are part of the stamp's name, so asking for others installs them.
 STAMP := $(VENV)/.installed-transformers-$(TRANSFORMERS)-torch-$(TORCH)
 
-.PHONY: help demo test lint ci format clean
+.PHONY: help demo test lint ci format docs clean
 
 help:
-	@echo "make demo | test | lint | ci | format | clean    (variables: PYTHON VENV TORCH TRANSFORMERS DEMO_ARGS WORKERS PYTEST_ARGS)"
+	@echo "make demo | test | lint | ci | format | docs | clean    (variables: PYTHON VENV TORCH TRANSFORMERS DEMO_ARGS WORKERS PYTEST_ARGS)"
 
 demo: $(STAMP)
 	$(RUN) examples/quickstart.py $(DEMO_ARGS)
@@ -42,12 +42,17 @@ format: $(STAMP)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# The site is written to site/; the pictures are drawn from the tables of the pages, and are kept in git.
+docs: $(STAMP)
+	$(RUN) docs/figures.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 $(STAMP): pyproject.toml setup.py $(PINS)
 	@$(PYTHON) -c "import sys; sys.exit('Python >= 3.10 is needed, $(PYTHON) is ' + sys.version.split()[0]) if sys.version_info < (3, 10) else None"
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	$(RUN) -m pip install $(addprefix -c ,$(PINS)) torch==$(TORCH) transformers==$(TRANSFORMERS) -e ".[demo,test]"
+	$(RUN) -m pip install $(addprefix -c ,$(PINS)) torch==$(TORCH) transformers==$(TRANSFORMERS) -e ".[demo,test,docs]"
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import os
+import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,9 +36,12 @@ def installed() -> importlib.metadata.Distribution:
         pytest.skip("hf-kvcache is not installed in this environment (make test installs it)")
 
 
-def run_elsewhere(code: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def run_elsewhere(
+    code: str, folder: Path, *flags: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run Python code in a folder where nothing of the repository is importable by accident."""
-    return subprocess.run([sys.executable, *flags, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
 
 
 def test_metadata(installed: importlib.metadata.Distribution) -> None:
@@ -47,6 +54,7 @@ def test_metadata(installed: importlib.metadata.Distribution) -> None:
         "train",
         "demo",
         "eval",
+        "docs",
         "test",
         "all",
     }
@@ -66,6 +74,109 @@ def test_patches_live_inside_the_package(installed: importlib.metadata.Distribut
     assert done.stdout.strip() == "hf_kvcache.patches", done.stderr
     done = run_elsewhere("import patches", tmp_path)
     assert "No module named 'patches'" in done.stderr
+
+
+# ---------------------------------------------------------------------- what is built
+
+SMOKE = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+import hf_kvcache
+from hf_kvcache.codecs import PRESETS
+from hf_kvcache.patches.cross_layer import shared_layers
+
+assert hf_kvcache.__file__.startswith(sys.argv[1]), hf_kvcache.__file__
+sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, pad_token_id=0, eos_token_id=None)).eval()
+ids = torch.randint(1, 64, (1, 200))
+kwargs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+expected = model.generate(past_key_values=DynamicCache(), **kwargs)
+assert torch.equal(model.generate(past_key_values=hf_kvcache.KVCache(model), **kwargs), expected)
+for cache in (
+    hf_kvcache.SnapKVCache(model, max_capacity_prompt=64, codec="rotated-4"),
+    hf_kvcache.HeavyHitterCache(model, heavy_size=16, recent_size=16),
+    hf_kvcache.QuantizedKIVICache(model, nbits=2),
+):
+    assert model.generate(past_key_values=cache, **kwargs).shape == (1, 208)
+with shared_layers(model, {1: 0}):
+    model.generate(past_key_values=hf_kvcache.CrossLayerSharedCache(model, {1: 0}), **kwargs)
+print("generated")
+"""
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+KEPT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "site", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist of this checkout, and the wheel made from what the sdist unpacks to. Built as pip would, offline."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("built")
+    checkout = folder / "checkout"
+    shutil.copytree(ROOT, checkout, ignore=KEPT_OUT)
+    shutil.copy(ROOT / ".pre-commit-config.yaml", checkout)
+    sdist = build("build_sdist", checkout, folder / "dist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return sdist, build("build_wheel", unpacked, folder / "dist")
+
+
+def build(what: str, source: Path, target: Path) -> Path:
+    target.mkdir(exist_ok=True)
+    command = [sys.executable, "-W", "ignore", "-c", BUILD, what, str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+def sources() -> set[str]:
+    """Every file of the package in this checkout, under the name it is installed by."""
+    found = set()
+    for folder, inside in ((ROOT / "hf_kvcache", "hf_kvcache"), (ROOT / "patches", "hf_kvcache/patches")):
+        for file in folder.rglob("*"):
+            if file.suffix in (".py", ".cpp", ".h", ".json") or file.name == "py.typed":
+                found.add(f"{inside}/{file.relative_to(folder).as_posix()}")
+    return found
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as archive:
+        names = set(archive.namelist())
+    files = {name for name in names if ".dist-info/" not in name}
+    assert files == sources()
+    assert "hf_kvcache/ops/native/kernels.cpp" in files and "hf_kvcache/py.typed" in files
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_holds_what_the_tests_need(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for needed in ("pyproject.toml", "setup.py", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"):
+        assert needed in names
+    for folder in ("hf_kvcache", "patches", "tests", "examples", "docs", "requirements"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix not in (".pyc", ".so"):
+                assert file.relative_to(ROOT).as_posix() in names
+    assert not any(name.startswith((".venv", "site/", "build/", ".git/")) for name in names)
+
+
+def test_the_wheel_generates_in_an_empty_folder(built: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(target)]
+    done = subprocess.run([*command, str(built[1])], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    # Before anything else on the path, a checkout that is installed in place included.
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    }
+    code = f"import sys; sys.argv = ['smoke', {str(target)!r}]\n" + SMOKE
+    done = run_elsewhere(code, elsewhere, env=env)
+    assert done.stdout.strip() == "generated", done.stderr
 
 
 def test_every_package_is_listed() -> None:
@@ -213,3 +324,28 @@ def test_the_public_names() -> None:
         "prepare_for_healing",
     ]
     assert all(hasattr(hf_kvcache, name) for name in hf_kvcache.__all__)
+    # What has no underscore and is no module is public too, whether it is listed or not.
+    modules = {module.name for module in pkgutil.iter_modules(hf_kvcache.__path__)} | {"patches"}
+    unlisted = {name for name in vars(hf_kvcache) if not name.startswith("_")} - modules
+    assert unlisted == set(hf_kvcache.__all__)
+
+
+def test_the_public_names_of_the_parts() -> None:
+    """What policies and codecs of a user's own are made from."""
+    from hf_kvcache import calibration, codecs, policies
+
+    assert policies.__all__ == [
+        "HeavyHitter",
+        "Keep",
+        "LayerPolicy",
+        "Policy",
+        "SlidingWindow",
+        "SnapKV",
+        "Step",
+        "first_tokens",
+        "select",
+    ]
+    assert codecs.__all__ == ["KIVI", "PRESETS", "Codec", "Float8", "Latent", "LayerCodec", "Rotated", "preset"]
+    assert calibration.__all__ == ["Calibration", "allot", "calibrate"]
+    for module in (policies, codecs, calibration):
+        assert all(hasattr(module, name) for name in module.__all__)
