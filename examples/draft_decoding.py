@@ -1,12 +1,12 @@
-"""Draft-model and prompt-lookup decoding through a cache: how many drafted tokens are accepted, and that the text is the same.
+"""Draft-model and prompt-lookup decoding through a cache: how many drafts are accepted, and that the text is the same.
 
     python examples/draft_decoding.py
     python examples/draft_decoding.py --draft <a small model with the same tokenizer> --caches KVCache
     python examples/draft_decoding.py --skip 12 13 14
 
-The model checks several drafted tokens in one pass, and the cache rolls back those that it rejects. The draft is a model
-of yours, or without one the model itself without some of its layers (`--skip`); prompt lookup drafts what followed the
-same words earlier in the prompt, and needs no model.
+The model checks several drafted tokens in one pass, and the cache rolls back those that it rejects. The draft is a
+model of yours, or without one the model itself without some of its layers (`--skip`); prompt lookup drafts what
+followed the same words earlier in the prompt, and needs no model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--draft", help="a Hub id or folder of a small model with the same tokenizer")
     parser.add_argument("--skip", type=int, nargs="+", metavar="LAYER", help="layers that the draft does without")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--budget", type=int, default=96, help="tokens that a cache may keep (default: 96)")
+    parser.add_argument("--budget", type=int, default=64, help="tokens that a cache may keep (default: 64)")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--caches", nargs="+", metavar="NAME", default=list(CACHES), help="beginnings of names")
     args = parser.parse_args(arguments)

@@ -75,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
                 for city, ids in prompts.items():
                     advance(0, f"{name}: {city}")
                     cache = make(model, budget)
-                    output = model.generate(
-                        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings
-                    )
+                    output = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)
                     answers[city] = tokenizer.decode(output[0, ids.shape[1] :])
                     advance()
             except (NotImplementedError, ValueError) as error:  # not every technique fits every model

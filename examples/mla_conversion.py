@@ -5,8 +5,8 @@
     python examples/mla_conversion.py --model <a model of yours> --windows 8 --window-tokens 1024
 
 No training: a calibration pass over docstrings of the standard library and linear algebra. The converted model attends
-to its latents as they are cached (`enable_absorb`), and a codec packs those too. Perplexity is that of `pydoc`'s topics,
-which calibration does not see. `heal_mla_qlora.py` wins back what the conversion loses.
+to its latents as they are cached (`enable_absorb`), and a codec packs those too. Perplexity is that of `pydoc`'s
+topics, which calibration does not see. `heal_mla_qlora.py` wins back what the conversion loses.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"  {name} layer: latent of {layer.kv_lora_rank}, rotary key of {layer.qk_rope_head_dim}")
     print()
     full = results["as it came"][1]
-    rows = [
-        [name, f"{value:.2f}", f"{held:,.0f}", f"{held / full:.2f}"] for name, (value, held, _) in results.items()
-    ]
+    rows = [[name, f"{value:.2f}", f"{held:,.0f}", f"{held / full:.2f}"] for name, (value, held, _) in results.items()]
     tools.show(["model", "perplexity", "bytes a token held", "share"], rows)
     print(f"\n{BEGINNING} ...")
     for name, (_, _, words) in results.items():

@@ -9,13 +9,14 @@ Each frame is fed once and its tokens lie in the cache; of the older frames noth
 thirty lines, drops whole frames and remembers what was said in between; `--policy window` does it with sinks and a
 window of tokens instead (`SlidingWindowCache`, which then forgets old text too).
 
-Qwen2-VL counts positions over images on a grid (M-RoPE): a frame of 3 x 4 tokens advances them by 4, not by 12. Here they
-are computed piece by piece and continue where the last piece ended, so they are those of one pass over everything. The
-last columns of the table hold the answers' logits against two other streams: of a full cache whose dropped tokens are
-masked (no difference: nothing that is kept has moved), and of a full cache (what forgetting changes).
+Qwen2-VL counts positions over images on a grid (M-RoPE): a frame of 3 x 4 tokens advances them by 4, not by 12. Here
+they are computed piece by piece and continue where the last piece ended, so they are those of one pass over everything.
+The last columns of the table hold the answers' logits against two other streams: of a full cache whose dropped tokens
+are masked (no difference: nothing that is kept has moved), and of a full cache (what forgetting changes).
 
-Without `--model` it is a tiny model of random weights, so its answers mean nothing. With one: Qwen2-VL and its relatives
-(models whose images come with a grid), and `--images`, a folder of frames in the order of their names (needs pillow).
+Without `--model` it is a tiny model of random weights, so its answers mean nothing. With one: Qwen2-VL and its
+relatives (models whose images come with a grid), and `--images`, a folder of frames in the order of their names (needs
+pillow).
 """
 
 from __future__ import annotations

@@ -85,10 +85,8 @@ def plot_kept(cache: KVCache, path: str | Path, batch_row: int = 0) -> None:
     mean = float(sum(kept)) / len(layers)
     others = len(cache.layers) - len(layers)
     left = f" ({others} layers left to transformers not shown)" if others else ""
-    above.set_title(
-        f"{type(cache).__name__}: {mean:,.0f} of {seen - pad:,} tokens held per KV head ({mean / (seen - pad):.0%}){left}",
-        fontsize=10,
-    )
+    held = f"{mean:,.0f} of {seen - pad:,} tokens held per KV head ({mean / (seen - pad):.0%})"
+    above.set_title(f"{type(cache).__name__}: {held}{left}", fontsize=10)
     figure.savefig(path, format="png")
 
 

@@ -1,4 +1,4 @@
-"""Every example in a short form, on tiny models; those of prefixes and of healing are run by the tests of their parts."""
+"""Every example in a short form; those of prefixes and of healing are run by the tests of their parts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import example_tools as tools
 import pytest
 import torch
+
+import example_tools as tools
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -1,4 +1,4 @@
-"""Windows whose first tokens stay in place, and models that give the tokens of an image positions on a grid (M-RoPE)."""
+"""Windows whose first tokens stay in place, and models that give images positions on a grid (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_storage import IDS, MASK, llama, turn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
-from video_frames import FrameWindow, Stream, TinyScene, Watcher
 
 from hf_kvcache import HeavyHitterCache, KVCache, SlidingWindowCache, SnapKVCache, load
 from hf_kvcache.policies import SlidingWindow
+from video_frames import FrameWindow, Stream, TinyScene, Watcher
 
 WINDOW, SINKS, LENGTH = 10, 3, 44
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 5 % 60 + 1
@@ -110,7 +110,7 @@ def test_positions_over_images_are_refused_where_sinks_would_move(scene) -> None
 
 
 def test_moved_sinks_would_be_wrong_there(scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal has a reason: without it, sinks move past the window, because a frame of 14 tokens has 6 positions."""
+    """Why they are refused: sinks would move past the window, because a frame of 14 tokens has 6 positions."""
     monkeypatch.setattr("hf_kvcache.rope._refuse_positions_over_images", lambda model: None)
     furthest = {}
     for move in (True, False):

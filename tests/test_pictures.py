@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_tools import tiny
 from transformers import DynamicCache
 
+from example_tools import tiny
 from hf_kvcache import (
     CPUOffloadedCache,
     CrossLayerSharedCache,

@@ -55,15 +55,14 @@ def pareto(result: Mapping[str, Any], path: str | Path, x: str = "bits") -> None
     axes.set_yscale("log")
     kinds = sorted({_kind(spec) for spec in specs})
     axes.plot(*zip(*(points[i] for i in best), strict=True), color="0.6", linewidth=1.2, zorder=1, label="front")
+    rank = {index: place for place, index in enumerate(sorted(range(len(points)), key=lambda i: points[i]))}
     # Specs are long and points lie close: each has its number, and the legend says what that stands for.
     for number, (spec, point) in enumerate(zip(specs, points, strict=True), start=1):
         kind = kinds.index(_kind(spec))
         colour, marker = COLOURS[kind % len(COLOURS)], MARKERS[kind % len(MARKERS)]
-        axes.scatter(
-            *point, s=80, color=colour, marker=marker, edgecolors="none", label=f"{number}  {spec}", zorder=3
-        )
+        axes.scatter(*point, s=80, color=colour, marker=marker, edgecolors="none", label=f"{number}  {spec}", zorder=3)
         # In turn above and below, since points lie close.
-        place = (6, 4) if number % 2 else (6, -10)
+        place = (6, -10) if rank[number - 1] % 2 else (6, 4)
         axes.annotate(f"{number}", point, xytext=place, textcoords="offset points", fontsize=8, zorder=4)
     axes.margins(0.06)
     axes.set_xlabel(axis)
