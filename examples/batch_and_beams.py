@@ -10,7 +10,6 @@ what it keeps, gives other text here than for each prompt alone; so do scores th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,11 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
         for name, make in caches.items():
             advance(0, name)
             together = make(model, args.budget)
-            began = time.perf_counter()
             output = model.generate(
                 batch, attention_mask=mask, past_key_values=together, stopping_criteria=criteria, **settings
             )[:, width:]
-            seconds = time.perf_counter() - began
             equal = 0
             for row, ids in enumerate(prompts):
                 alone = make(model, args.budget)
@@ -71,16 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
                     **settings,
                 )[0, ids.shape[1] :]
                 equal += torch.equal(solo, output[row])
-            results[name] = dict(
-                equal=equal, nbytes=held_bytes(together), seconds=seconds, text=tokenizer.decode(output[0])
-            )
+            results[name] = dict(equal=equal, nbytes=held_bytes(together), text=tokenizer.decode(output[0]))
             detach(model)  # the next one starts from the model as it came
     print(f"{label}: {len(prompts)} prompts of {args.lengths} tokens, {args.beams} beams, budget {args.budget}\n")
     rows = [
-        [name, f"{row['equal']} of {len(prompts)}", tools.megabytes(row["nbytes"]), f"{row['seconds']:.2f} s"]
-        for name, row in results.items()
+        [name, f"{row['equal']} of {len(prompts)}", tools.megabytes(row["nbytes"])] for name, row in results.items()
     ]
-    tools.show(["cache", "rows as alone", "held", "the batch in"], rows)
+    tools.show(["cache", "rows as alone", "held"], rows)
     print("\nthe first row continues")
     for name, row in results.items():
         print(f"  {name:<30} {tools.shorten(row['text'])!r}")
