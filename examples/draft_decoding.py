@@ -7,6 +7,9 @@
 The model checks several drafted tokens in one pass, and the cache rolls back those that it rejects. The draft is a
 model of yours, or without one the model itself without some of its layers (`--skip`); prompt lookup drafts what
 followed the same words earlier in the prompt, and needs no model.
+
+Where every token stays, the text is that of plain decoding. A cache that drops tokens can give another: transformers
+checks the first draft in one step with the prompt, so what is kept of the prompt is chosen with other words at its end.
 """
 
 from __future__ import annotations

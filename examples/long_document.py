@@ -4,7 +4,7 @@
     python examples/long_document.py --context-tokens 4000 --budget 0.125 --caches KVCache SnapKV
     python examples/long_document.py --model <a model of yours> --plot-kept kept.png
 
-Three sentences with a five-digit code each are planted in the document, near its beginning, middle and end. Every cache
+Three sentences are planted in the document, near its beginning, middle and end. Every cache
 reads the document with each question after it (a `PrefixStore` reads the document once for all of them) and answers
 greedily. Where a share of the tokens is kept, it is `--budget`.
 """
@@ -21,13 +21,18 @@ import example_tools as tools
 from hf_kvcache import PrefixStore, detach
 from hf_kvcache.pictures import held_bytes, kept_rows
 
-CODES = {"Oslo": "48213", "Lima": "90571", "Cairo": "26648"}
+# A sentence up to its answer, and the answer; they are planted at these depths.
+FACTS = {
+    "The secret pass code of Oslo is": "48213",
+    "The favourite fruit of Professor Lindqvist is the": "papaya",
+    "The meeting with the ambassador takes place in": "Zanzibar",
+}
 DEPTHS = (0.1, 0.5, 0.9)
 
 
 def document_of(tokenizer: Any, tokens: int) -> torch.Tensor:
     """`[1, tokens]`: text with the sentences in it."""
-    facts = [tools.encode(tokenizer, f"\n\nThe secret pass code of {city} is {CODES[city]}.\n\n") for city in CODES]
+    facts = [tools.encode(tokenizer, f"\n\n{stem} {answer}.\n\n") for stem, answer in FACTS.items()]
     room = tokens - sum(fact.shape[1] for fact in facts)
     if room < 100:
         raise SystemExit(f"--context-tokens must be at least {tokens - room + 100} with this model")
@@ -53,10 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     document = document_of(tokenizer, args.context_tokens).to(model.device)
     budget = max(48, round(args.budget * args.context_tokens))
     prompts = {
-        city: torch.cat(
-            [document, tools.encode(tokenizer, f"\n\nThe secret pass code of {city} is", model.device)], dim=1
-        )
-        for city in CODES
+        stem: torch.cat([document, tools.encode(tokenizer, f"\n\n{stem}", model.device)], dim=1) for stem in FACTS
     }
     settings: dict[str, Any] = dict(max_new_tokens=args.max_new_tokens, do_sample=False)
     caches = tools.choose(args.caches)
@@ -64,28 +66,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     refused: dict[str, str] = {}
 
     def note(name: str, answers: dict[str, str], seconds: float, nbytes: int, kept: str) -> None:
-        right = [city for city, answer in answers.items() if CODES[city] in answer]
+        right = [stem for stem, answer in answers.items() if FACTS[stem] in answer]
         results[name] = dict(right=right, answers=answers, seconds=seconds, nbytes=nbytes, kept=kept)
 
-    with tools.progress(len(CODES) * (len(caches) + 1)) as advance:
+    with tools.progress(len(FACTS) * (len(caches) + 1)) as advance:
         for name, make in caches.items():
             answers: dict[str, str] = {}
             began = time.perf_counter()
             try:
-                for city, ids in prompts.items():
-                    advance(0, f"{name}: {city}")
+                for stem, ids in prompts.items():
+                    advance(0, name)
                     cache = make(model, budget)
                     output = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **settings)
-                    answers[city] = tokenizer.decode(output[0, ids.shape[1] :])
+                    answers[stem] = tokenizer.decode(output[0, ids.shape[1] :])
                     advance()
             except (NotImplementedError, ValueError) as error:  # not every technique fits every model
                 refused[name] = str(error)
-                advance(len(CODES) - len(answers))
+                advance(len(FACTS) - len(answers))
                 continue
             finally:
                 detach(model)  # the next one starts from the model as it came
             seen = int(cache.get_seq_length())
-            seconds = (time.perf_counter() - began) / len(CODES)
+            seconds = (time.perf_counter() - began) / len(FACTS)
             note(name, answers, seconds, held_bytes(cache), f"{kept_rows(cache)}/{seen}")
             if args.plot_kept and name == "SnapKVCache":
                 cache.plot_kept(args.plot_kept)
@@ -94,27 +96,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
             began = time.perf_counter()
             advance(0, "PrefixStore")
             store.warm(model, document)
-            for city, ids in prompts.items():
+            for stem, ids in prompts.items():
                 output = store.generate(model, ids, **settings)
-                answers[city] = tokenizer.decode(output[0, ids.shape[1] :])
+                answers[stem] = tokenizer.decode(output[0, ids.shape[1] :])
                 advance()
-            seconds = (time.perf_counter() - began) / len(CODES)
+            seconds = (time.perf_counter() - began) / len(FACTS)
             note("PrefixStore over KVCache", answers, seconds, store.nbytes, "once")
             detach(model)
 
     full = next(iter(results.values()))
-    print(f"{label}: {args.context_tokens} tokens, budget {budget}, {len(CODES)} questions\n")
+    print(f"{label}: {args.context_tokens} tokens, budget {budget}, {len(FACTS)} questions\n")
     rows = [
         [name, row["kept"], tools.megabytes(row["nbytes"]), f"{row['nbytes'] / full['nbytes']:.2f}"]
-        + [f"{row['seconds']:.2f} s", f"{len(row['right'])} of {len(CODES)}"]
+        + [f"{row['seconds']:.2f} s", f"{len(row['right'])} of {len(FACTS)}"]
         for name, row in results.items()
     ]
     tools.show(["cache", "kept/seen", "held", "share", "an answer in", "right"], rows)
-    print(f"\nThe secret pass code of {(city := next(iter(CODES)))} is ... (planted at {DEPTHS[0]:.0%})")
+    print("\nTo be completed (planted at):")
+    for stem, depth in zip(FACTS, DEPTHS, strict=True):
+        print(f"  {stem} ... ({depth:.0%})")
     for name, row in results.items():
-        print(f"  {name:<30} {tools.shorten(row['answers'][city])!r}")
+        print(f"{name:<30}" + " | ".join(tools.shorten(answer, 20) for answer in row["answers"].values()))
     for name, reason in refused.items():
-        print(f"  {name:<30} refused: {reason}")
+        print(f"{name:<30}refused: {reason}")
     return results
 
 

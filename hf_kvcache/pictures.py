@@ -76,7 +76,7 @@ def plot_kept(cache: KVCache, path: str | Path, batch_row: int = 0) -> None:
     axes.set_xlabel("position in the sequence (tokens)")
     axes.set_xlim(0, seen)
     legend = figure.colorbar(mesh, ax=axes, pad=0.01, aspect=max(10, 5 * heights[1]))
-    legend.set_label("held" if columns == seen else f"share held of {seen / columns:.1f} positions")
+    legend.set_label("held" if columns == seen else f"share held (a column is {seen / columns:.1f} positions)")
     above.stairs(image.nanmean(0).nan_to_num().numpy(), edges.numpy(), fill=True, color=COLOURS[1])
     above.set_ylim(0, 1.05)
     above.set_ylabel("share of\nheads")
