@@ -431,6 +431,15 @@ class KVCache(DynamicCache):
         """
         storage.save(self, path)
 
+    def plot_kept(self, path: str, batch_row: int = 0) -> None:
+        """Write a PNG of which positions each layer and KV head still holds (see `hf_kvcache.pictures`).
+
+        Raises `ImportError` without matplotlib, and `ValueError` for an empty cache.
+        """
+        from .pictures import plot_kept
+
+        plot_kept(self, path, batch_row)
+
     def load(self, path: str) -> KVCache:
         """Read a file written by `save` into this cache (of the same technique and arguments, for the same model).
 

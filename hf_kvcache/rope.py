@@ -61,6 +61,7 @@ def find_rotations(model: PreTrainedModel) -> list[KeyRotation | None]:
     """
     name = type(model).__name__
     _refuse_growing_frequencies(model)
+    _refuse_positions_over_images(model)
     was_training = model.training
     model.eval()
     try:
@@ -137,6 +138,15 @@ def _refuse_growing_frequencies(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} uses rope_type='{kind}', whose frequencies change with the length of the "
                 "stream, so cached keys of a long stream do not fit together. Use SnapKVCache or HeavyHitterCache."
             )
+
+
+def _refuse_positions_over_images(model: PreTrainedModel) -> None:
+    if any(hasattr(module, "get_rope_index") for module in model.modules()):
+        raise NotImplementedError(
+            f"{type(model).__name__} gives the tokens of an image positions on a grid (M-RoPE), which advance by less "
+            "than one a token, so the number of dropped tokens does not say how far to move the first ones. Pass "
+            "move_sinks=False: they keep their positions."
+        )
 
 
 def _probes(model: PreTrainedModel) -> list[int]:

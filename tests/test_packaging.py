@@ -199,7 +199,8 @@ def refuse(*args, **kwargs):
     raise AssertionError("network used on import")
 socket.getaddrinfo = socket.create_connection = socket.socket.connect = refuse
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "examples")!r}]
-import demo_model, prefix_questions, prefix_training, quickstart
+import batch_and_beams, demo_model, draft_decoding, endless_stream, example_tools, long_document, mla_conversion
+import multi_turn_chat, offload_to_disk, prefix_questions, prefix_training, quickstart, video_frames
 print("imported")
 """
     done = run_elsewhere(code, tmp_path)

@@ -21,15 +21,25 @@ class SlidingWindowCache(KVCache):
         model: the model; two to four one-token passes find out how its keys depend on position.
         window_length: newest tokens kept.
         num_sink_tokens: first tokens kept (0 is a plain window, which breaks most models).
+        move_sinks: rotate sink keys forward as tokens are dropped. False leaves them where they were: attention is then
+            that of the full cache with the dropped tokens masked. That serves every model, also those whose positions
+            do not count tokens (over images, with M-RoPE), within the length that it was trained on.
 
     Raises:
         ValueError: sizes that are not positive; a config instead of the model.
-        NotImplementedError: models with learned absolute positions or with frequencies that change with length.
+        NotImplementedError: with `move_sinks`, models with learned absolute positions, with frequencies that change
+            with length, or with positions over images.
     """
 
     def __init__(
-        self, model: PreTrainedModel, window_length: int, num_sink_tokens: int = 4, scope: str = "full", **parts: Any
+        self,
+        model: PreTrainedModel,
+        window_length: int,
+        num_sink_tokens: int = 4,
+        scope: str = "full",
+        move_sinks: bool = True,
+        **parts: Any,
     ) -> None:
         if "policy" in parts:
             raise ValueError(f"{type(self).__name__} has its policy; pass a policy of your own to KVCache")
-        super().__init__(model, policy=SlidingWindow(window_length, num_sink_tokens), scope=scope, **parts)
+        super().__init__(model, policy=SlidingWindow(window_length, num_sink_tokens, move_sinks), scope=scope, **parts)

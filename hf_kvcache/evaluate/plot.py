@@ -14,6 +14,9 @@ X_AXES = {
     "bits": ("bits_per_element", "bits per element of the prompt's keys and values"),
     "bytes": ("bytes_at_end", "bytes held at the end, as a share of the full cache's"),
 }
+# Okabe and Ito's colours, apart for every kind of colour vision; markers and dashes tell them apart in print too.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 # A logarithmic axis has no place for zero; below this, KL is rounding.
 LEAST_KL = 1e-7
 
@@ -53,11 +56,15 @@ def pareto(result: Mapping[str, Any], path: str | Path, x: str = "bits") -> None
     axes.set_yscale("log")
     kinds = sorted({_kind(spec) for spec in specs})
     axes.plot(*zip(*(points[i] for i in best), strict=True), color="0.6", linewidth=1.2, zorder=1, label="front")
+    rank = {index: place for place, index in enumerate(sorted(range(len(points)), key=lambda i: points[i]))}
     # Specs are long and points lie close: each has its number, and the legend says what that stands for.
     for number, (spec, point) in enumerate(zip(specs, points, strict=True), start=1):
-        colour = f"C{kinds.index(_kind(spec)) % 10}"
-        axes.scatter(*point, s=110, color=colour, alpha=0.85, edgecolors="white", label=f"{number}  {spec}", zorder=3)
-        axes.annotate(f"{number}", point, ha="center", va="center_baseline", fontsize=6.5, color="white", zorder=4)
+        kind = kinds.index(_kind(spec))
+        colour, marker = COLOURS[kind % len(COLOURS)], MARKERS[kind % len(MARKERS)]
+        axes.scatter(*point, s=80, color=colour, marker=marker, edgecolors="none", label=f"{number}  {spec}", zorder=3)
+        # In turn above and below, since points lie close.
+        place = (6, -10) if rank[number - 1] % 2 else (6, 4)
+        axes.annotate(f"{number}", point, xytext=place, textcoords="offset points", fontsize=8, zorder=4)
     axes.margins(0.06)
     axes.set_xlabel(axis)
     axes.set_ylabel("KL from the full cache (nats per token)")

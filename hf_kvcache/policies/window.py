@@ -10,28 +10,34 @@ import torch
 from ..rope import KeyRotation, find_rotations
 from ..segments import Rows
 from ..segments.dense import EMPTY
-from .base import Keep, LayerPolicy, Policy, Step, check_not_negative, check_positive, first_tokens, select
+from .base import Keep, LayerPolicy, Policy, Step, check_flag, check_not_negative, check_positive, first_tokens, select
 
 
 class SlidingWindow(Policy):
     """Keep the first `num_sink_tokens` tokens and the last `window_length`. Lossy.
 
     Holds at most `num_sink_tokens + window_length` rows per KV head. Sink keys are rotated forward by the number of
-    tokens dropped between them and the window, so that a stream never meets a distance it was not trained on.
+    tokens dropped between them and the window, so that a stream never meets a distance it was not trained on. With
+    `move_sinks=False` they stay where they were: then attention is that of the full cache with the dropped tokens
+    masked, whatever positions mean to the model, and distances grow with the stream.
     """
 
     name = "sinks + window"
     drops = True
     needs_model = True
 
-    def __init__(self, window_length: int, num_sink_tokens: int = 4):
+    def __init__(self, window_length: int, num_sink_tokens: int = 4, move_sinks: bool = True):
         check_positive("window_length", window_length)
         check_not_negative("num_sink_tokens", num_sink_tokens)
+        check_flag("move_sinks", move_sinks)
         self.window_length = window_length
         self.num_sink_tokens = num_sink_tokens
+        self.move_sinks = move_sinks
         self.rotations: list[KeyRotation | None] | None = None
 
     def prepare(self, model: Any) -> Policy:
+        if not self.move_sinks:
+            return self
         ready = copy.copy(self)
         ready.rotations = find_rotations(model)
         return ready
@@ -43,7 +49,8 @@ class SlidingWindow(Policy):
         return SlidingWindowLayer(length, sinks, rotation if sinks else None)
 
     def describe(self) -> dict[str, Any]:
-        return {"window_length": self.window_length, "num_sink_tokens": self.num_sink_tokens}
+        sizes = {"window_length": self.window_length, "num_sink_tokens": self.num_sink_tokens}
+        return sizes if self.move_sinks else sizes | {"move_sinks": False}
 
 
 class SlidingWindowLayer(LayerPolicy):
