@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteria
 
+from .bench.decode import held_bytes
 from .cache import KVCache, _native_nbytes
 from .evaluate.plot import COLOURS, DASHES, MARKERS, require
 from .layer import KVLayer
@@ -146,11 +147,6 @@ class MemoryRecorder(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
         self.record()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def held_bytes(cache: Any) -> int:
-    """Bytes of all storage that a cache holds, of this library or of transformers."""
-    return cache.nbytes if isinstance(cache, KVCache) else sum(_native_nbytes(layer) for layer in cache.layers)
 
 
 def kept_rows(cache: Any) -> int:

@@ -55,7 +55,7 @@ def step(model: Any, cache: Any, token: torch.Tensor) -> float:
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of a `DynamicCache`, or of one of this library's."""
+    """Bytes of all storage that a cache holds, of this library or of transformers."""
     return cache.nbytes if isinstance(cache, KVCache) else sum(_native_nbytes(layer) for layer in cache.layers)
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from ..bench.decode import decode_times
-from ..bench.plot import lines
 from ..evaluate.plot import require
 from ..evaluate.texts import TEXTS, read
+from ..pictures import plot_decode_time
 from ..specs import parse_spec
 from .common import INTERRUPTED, check_paths, load, progress, say, show, table_of, threads, write_json
 
@@ -72,7 +72,12 @@ def bench(
         result = decode_times(loaded, ids, lengths, asked, steps=steps, chunk=chunk, progress=tell)
     write_json(json, result)
     if plot is not None:
-        lines(result, plot)
+        plot_decode_time(
+            ({**row, "tokens": entry["tokens"]} for entry in result["contexts"] for row in entry["rows"]),
+            plot,
+            f"{Path(result['model']).name}, {result['dtype']}, {result['device']}, {result['threads']} thread(s), "
+            f"median of {result['steps']} steps, caches interleaved",
+        )
     if str(json) != "-":
         say(f"{result['model']}, {result['dtype']}, {result['threads']} thread(s), median of {steps} steps")
         for entry in result["contexts"]:
