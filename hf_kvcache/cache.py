@@ -34,6 +34,9 @@ from .policies.base import LayerPolicy, Policy
 from .segments import OffloadedPackedStore, OffloadedStore, PackedStore, PagedSegment, capacity_for
 from .segments.side import half_for, tiles_for
 
+# Of a cache that has seen tokens, and holds none of the layers.
+_NOT_OURS = 'every layer is left to transformers (sliding or recurrent); `scope="all"` takes sliding ones too'
+
 
 class KVCache(DynamicCache):
     """A key/value cache for `generate(past_key_values=...)`: the general form, of which every other class is a preset.
@@ -309,6 +312,8 @@ class KVCache(DynamicCache):
             arguments = f"{arguments}, sharing={self.sharing}".lstrip(", ")
         if self.offload is not None:
             arguments = f"{arguments}, resident_length={self.offload.resident_length}".lstrip(", ")
+        if not layers and self.get_seq_length():
+            return f"{name}({arguments}): seen {self.get_seq_length()} tokens; {_NOT_OURS}"
         if not layers or seen == 0:
             return f"{name}({arguments}): empty"
         if len({layer.get_seq_length() for layer in layers}) > 1:

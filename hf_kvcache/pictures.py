@@ -15,7 +15,7 @@ import torch
 from transformers import StoppingCriteria
 
 from .bench.decode import held_bytes
-from .cache import KVCache, _native_nbytes
+from .cache import _NOT_OURS, KVCache, _native_nbytes
 from .evaluate.plot import COLOURS, DASHES, MARKERS, require
 from .layer import KVLayer
 
@@ -43,6 +43,8 @@ def plot_kept(cache: KVCache, path: str | Path, batch_row: int = 0) -> None:
     require()
     layers = [index for index in range(len(cache.layers)) if isinstance(cache._holder(index), KVLayer)]
     seen = cache._seen()
+    if not layers and cache.get_seq_length():
+        raise ValueError(f"there is nothing to draw: {_NOT_OURS}")
     if not layers or not seen:
         raise ValueError("the cache is empty: run a prompt through it first")
     batch = cache.kept_positions(layers[0]).shape[0]

@@ -15,6 +15,7 @@ import torch
 from test_mla_convert import HOSTS, build
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hf_kvcache import convert_to_mla, export_deepseek_v3
 from hf_kvcache.mla import checkpoint as checkpoint_module
 from hf_kvcache.mla import folder as folder_module
 from hf_kvcache.mla.checkpoint import convert_checkpoint
@@ -228,23 +229,24 @@ def test_no_room_is_said_before_the_weights_are_loaded(source, files, tmp_path, 
 
 def test_overwrite(source, files, tmp_path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "old.json").write_text("")
     result = run(source, tmp_path / "out", files, "--no-evaluate")
-    assert result.exit_code == 2 and "not empty" in result.stderr and (tmp_path / "out" / "old").exists()
+    assert result.exit_code == 2 and "not empty" in result.stderr and (tmp_path / "out" / "old.json").exists()
     assert run(source, tmp_path / "out", files, "--no-evaluate", "--overwrite").exit_code == 0
-    assert not (tmp_path / "out" / "old").exists() and left(tmp_path) == ["out"]
+    assert not (tmp_path / "out" / "old.json").exists() and left(tmp_path) == ["out"]
 
 
 def test_a_failure_at_the_end_leaves_what_was_there(source, files, tmp_path, monkeypatch) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("")
+    (tmp_path / "out" / "config.json").write_text("old")
 
     def fail(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint_module, "write_tokenizer", fail)
     assert run(source, tmp_path / "out", files, "--no-evaluate", "--overwrite").exit_code != 0
-    assert left(tmp_path) == ["out"] and (tmp_path / "out" / "old").exists()
+    assert left(tmp_path) == ["out"] and (tmp_path / "out" / "config.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -277,3 +279,47 @@ app({[str(source), str(tmp_path / "out"), "--text", files["seen"], "--windows", 
     assert process.wait() != 0
     assert not (tmp_path / "out").exists()
     assert left(tmp_path) == ([] if how == signal.SIGINT else partial)
+
+
+def test_nothing_but_a_checkpoint_is_replaced(source, files, tmp_path) -> None:
+    """Neither the model that is read, nor a folder around it, nor what somebody keeps beside weights."""
+    inner = tmp_path / "parent" / "model"
+    shutil.copytree(source, inner)
+    photos = tmp_path / "photos"
+    (photos / "album").mkdir(parents=True)
+    (photos / "config.json").write_text("{}")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "a.txt").write_text("mine")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for out, why in (
+        (inner, "is or holds"),
+        (inner.parent, "is or holds"),
+        (photos, "album"),
+        (notes, "no config.json"),
+    ):
+        result = run(inner, out, files, "--windows", "1", "--no-evaluate", "--overwrite")
+        assert result.exit_code == 2 and why in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    model = AutoModelForCausalLM.from_pretrained(inner)
+    converted, _ = convert_to_mla(model, kv_keep=0.5, method="svd")
+    with pytest.raises(ValueError, match="is or holds"):
+        export_deepseek_v3(converted, inner, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kv-keep", "nan"), "in (0, 1]"),
+        (("--kv-keep", "1.5"), "in (0, 1]"),
+        (("--kv-keep", "0.001"), "too few"),
+        (("--device", "foo"), "device"),
+        (("--device", "cuda:99"), "cuda"),
+    ],
+)
+def test_bad_values_are_one_line(words, message, source, files, tmp_path) -> None:
+    if words == ("--device", "cuda:99") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = run(source, tmp_path / "out", files, *words)
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert left(tmp_path) == []

@@ -456,9 +456,9 @@ def test_folders_that_are_not_empty(tmp_path) -> None:
     export_deepseek_v3(model, tmp_path / "out")
     with pytest.raises(ValueError, match="not empty"):
         export_deepseek_v3(model, tmp_path / "out")
-    (tmp_path / "out" / "old").write_text("")
+    (tmp_path / "out" / "old.json").write_text("")
     export_deepseek_v3(model, tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "old").exists()
+    assert not (tmp_path / "out" / "old.json").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
@@ -470,7 +470,7 @@ def test_interrupted(error, tmp_path, monkeypatch) -> None:
     """Nothing is left, and what was there before stays."""
     model = converted(llama(), kv_keep=0.5)
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("old")
+    (tmp_path / "out" / "config.json").write_text("old")
     add, seen = ShardWriter.add, []
 
     def fail(self, name, tensor):
@@ -483,7 +483,7 @@ def test_interrupted(error, tmp_path, monkeypatch) -> None:
     with pytest.raises(error):
         export_deepseek_v3(model, tmp_path / "out", max_shard_size="10KB", overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["old"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
 def test_killed(tmp_path) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import transformers
 import typer
 
 from ..evaluate.texts import TEXTS
@@ -74,6 +75,8 @@ def convert_mla(
     """
     if json is not None and str(json) != "-" and not json.absolute().parent.is_dir():
         raise _failed(ValueError(f"--json: {json.absolute().parent} is no folder"))
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     with _Bar() as bar:
         try:
             found = convert_checkpoint(

@@ -17,6 +17,7 @@ from .convert import MLAReport, convert_to_mla
 from .distill import distill_layers
 from .export import ExportReport, export_deepseek_v3
 from .folder import check_room, new_folder, write_tokenizer
+from .plan import check_share
 from .progress import Tell
 
 ROTARY = {"none": "energy", "hf": "uniform", "vllm": "default"}
@@ -94,7 +95,9 @@ def convert_checkpoint(
     asked = read(held_out) if evaluate else ""
     kind = DTYPES[out_dtype or dtype]
     where: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
-    check_room(out, _bytes_of(os.fspath(source), kind, where), overwrite)
+    check_share(kv_keep)
+    _check_device(device)
+    check_room(out, _bytes_of(os.fspath(source), kind, where), overwrite, source)
 
     tell("loading", 0, 1)
     model, tokenizer = _load(os.fspath(source), DTYPES[dtype], device, where)
@@ -155,7 +158,7 @@ def _write(
 ) -> dict[str, Any] | None:
     """Everything into one new folder; what the export says of it."""
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    with new_folder(out, nbytes, overwrite) as folder:
+    with new_folder(out, nbytes, overwrite, found["source"]) as folder:
         exported: ExportReport | None = None
         if export == "none":
             (model if model.dtype == dtype else model.to(dtype)).save_pretrained(folder)
@@ -199,6 +202,17 @@ def _load(source: str, dtype: torch.dtype, device: str, where: dict[str, Any]) -
     if device != "auto":
         model.to(device)
     return model.eval(), tokenizer
+
+
+def _check_device(device: str) -> None:
+    if device == "auto":
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"`device` must be auto, cpu, cuda or cuda:0, got {device!r}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"there is no {device!r} here: this torch has no CUDA, or finds no GPU. Use 'cpu'")
 
 
 def _spread(tokenizer: Any, text: str, count: int, tokens: int, name: str) -> list[torch.Tensor]:

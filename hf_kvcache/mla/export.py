@@ -111,7 +111,7 @@ def export_deepseek_v3(
     seen = probe(model, modules)
     plan = _Plan(model, modules, rotary, rank, target, dtype, seen)
     nbytes = plan.nbytes()
-    with new_folder(path, nbytes, overwrite) as folder:
+    with new_folder(path, nbytes, overwrite, getattr(model.config, "_name_or_path", None) or None) as folder:
         writer = ShardWriter(folder, shard)
         difference = check_layers(plan.config, seen, plan.layer, plan.ends(), plan.stream)
         for name, tensor in plan.tensors():
@@ -156,7 +156,7 @@ def _modules(model: Any) -> list[MLAAttention]:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"expected a model that `convert_to_mla` converted, got {type(model).__name__} (merge adapters first: "
-            "`merge_and_unload`)"
+            "`hf_kvcache.merge_healed`)"
         )
     modules = [module for module in model.modules() if isinstance(module, MLAAttention)]
     if not modules:
@@ -206,20 +206,25 @@ def _check(model: Any, modules: list[MLAAttention], target: str, dtype: torch.dt
         if target == "vllm":
             biased = [p for p in ("q_proj", "kv_a_proj_with_mqa", "o_proj") if bias_of(getattr(module, p)) is not None]
             if biased:
-                raise refuse(f"{', '.join(biased)} has a bias, and vLLM reads none there: use target='hf'")
+                raise refuse(
+                    f"{', '.join(biased)} has a bias, and vLLM reads none there: use target='hf' (`--export hf`)"
+                )
     activation = getattr(model.config, "hidden_act", None) or getattr(model.config, "hidden_activation", None)
     if target == "vllm" and activation != "silu":
-        raise refuse(f"its activation is {activation!r}, and vLLM has 'silu' only: use target='hf'")
+        raise refuse(f"its activation is {activation!r}, and vLLM has 'silu' only: use target='hf' (`--export hf`)")
     for key, tensor in model.state_dict().items():
         if tensor.is_meta:
             raise refuse(f"{key} is not in memory (offloaded by `device_map`): load the model where all of it fits")
         if not tensor.is_floating_point() and not key.endswith("self_attn.frequencies"):
-            raise refuse(f"{key} is quantized ({tensor.dtype}): load the model without quantization")
+            raise refuse(
+                f"{key} is quantized ({tensor.dtype}): load the model without quantization, or merge with "
+                "`hf_kvcache.merge_healed`, which gives full precision"
+            )
     for module in modules:
         for part in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
             if type(getattr(module, part)) is not nn.Linear:
                 kind = type(getattr(module, part)).__name__
-                raise refuse(f"{part} is a {kind}, not a plain nn.Linear: merge adapters (`merge_and_unload`)")
+                raise refuse(f"{part} is a {kind}, not a plain nn.Linear: merge adapters (`hf_kvcache.merge_healed`)")
 
 
 def _check_config(path: Any) -> None:

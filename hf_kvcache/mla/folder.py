@@ -28,20 +28,40 @@ _TOKENIZER = (
     "spiece.model",
     "chat_template.jinja",
 )
+# Endings of the files of a checkpoint.
+_CHECKPOINT = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".md", ".bin", ".py"})
 _SLACK = 1 << 24  # config, tokenizer, headers
 
 
-def check_room(path: str | os.PathLike[str], nbytes: int, overwrite: bool = False) -> Path:
+def check_room(
+    path: str | os.PathLike[str], nbytes: int, overwrite: bool = False, source: str | os.PathLike[str] | None = None
+) -> Path:
     """The absolute path of a folder to be written, if it can be.
 
+    Args:
+        overwrite: a checkpoint that is there may be replaced. Nothing else ever is.
+        source: the folder that is read from, if it is one: neither it nor a folder around it is replaced.
+
     Raises:
-        ValueError: it exists already and holds something (unless `overwrite`), or is a file.
+        ValueError: it exists already and holds something (unless `overwrite`) or what is no checkpoint, it is or holds
+            the source, or it is a file.
         OSError: the disk has no room for `nbytes`.
     """
     target = Path(path).absolute()
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
-        kind = "is not empty: give another folder, or overwrite=True" if target.is_dir() else "is a file"
-        raise ValueError(f"{target} {kind}")
+    if target.exists():
+        if not target.is_dir():
+            raise ValueError(f"{target} is a file: give a folder")
+        if any(target.iterdir()) and not overwrite:
+            raise ValueError(f"{target} is not empty: give another folder, or say `overwrite=True` (`--overwrite`)")
+        real = target.resolve()
+        read = None if source is None or not os.path.exists(source) else Path(source).resolve()
+        if read is not None and (real == read or real in read.parents):
+            raise ValueError(f"{target} is or holds the model that is read ({read}): give another folder")
+        strange = _no_checkpoint(target)
+        if strange:
+            raise ValueError(
+                f"{target} holds what is no checkpoint ({strange}), and is not replaced: give another folder"
+            )
     existing = next(parent for parent in (target, *target.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < nbytes + _SLACK:
@@ -52,14 +72,25 @@ def check_room(path: str | os.PathLike[str], nbytes: int, overwrite: bool = Fals
     return target
 
 
+def _no_checkpoint(folder: Path) -> str:
+    """What says that a folder is not just a checkpoint; empty if nothing does."""
+    entries = sorted(folder.iterdir())
+    for entry in entries:
+        if not entry.is_file() or entry.suffix not in _CHECKPOINT:
+            return entry.name
+    return "" if not entries or (folder / "config.json").is_file() else "no config.json"
+
+
 @contextmanager
-def new_folder(path: str | os.PathLike[str], nbytes: int, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(
+    path: str | os.PathLike[str], nbytes: int, overwrite: bool = False, source: str | os.PathLike[str] | None = None
+) -> Iterator[Path]:
     """A folder to write into, which takes the place of `path` when the block ends, and goes away if it fails.
 
     It lies beside `path` as `.NAME.*.partial` until then, so a killed process leaves nothing under the name that was
     asked for, and what was there before stays until the new one is whole. Raises as `check_room`.
     """
-    target = check_room(path, nbytes, overwrite)
+    target = check_room(path, nbytes, overwrite, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:

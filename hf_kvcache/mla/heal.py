@@ -57,10 +57,10 @@ def prepare_for_healing(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"expected a transformers model, got {type(model).__name__}"
-            + (": it has adapters, merge them (`merge_and_unload`) first" if hasattr(model, "peft_config") else "")
+            + (": it has adapters, merge them (`merge_healed`) first" if hasattr(model, "peft_config") else "")
         )
     if any(hasattr(module, "lora_A") for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} has adapters already: merge them (`merge_and_unload`) first")
+        raise ValueError(f"{type(model).__name__} has adapters already: merge them (`merge_healed`) first")
     if rank < 1 or not 0 <= dropout < 1 or (alpha is not None and alpha <= 0):
         raise ValueError(
             f"`rank` and `alpha` must be positive and `dropout` in [0, 1), got {rank}, {alpha} and {dropout}"

@@ -59,8 +59,7 @@ def complete(
 ) -> MLAPlan:
     """The missing ones of rank, rope and share. The rotary key has `widest` numbers at most."""
     most = width if widest is None else widest
-    if keep is not None and not 0 < keep <= 1:
-        raise ValueError(f"`kv_keep` must be in (0, 1], got {keep}")
+    check_share(keep)
     if rank is None and rope is None and keep is None:
         keep = 0.5
     if keep is not None and rank is not None and rope is not None:
@@ -90,12 +89,22 @@ def complete(
     full = 2 * width - rope
     if rank is None:
         rank = full if budget is None else budget - rope
+    if budget is not None and not 1 <= rank <= full:
+        raise ValueError(
+            f"`kv_keep={keep}` keeps {budget} of a token's {2 * width} numbers: too few for a rotary key of {rope} and "
+            "a latent. Keep more"
+        )
     if not 1 <= rank <= full:
         raise ValueError(
             f"`kv_lora_rank` must be from 1 to {full} with `qk_rope_head_dim={rope}` (a token has {2 * width} "
             f"numbers), got {rank}"
         )
     return MLAPlan(rank, rope, width, searched and free)
+
+
+def check_share(keep: float | None) -> None:
+    if keep is not None and not (isinstance(keep, (int, float)) and 0 < keep <= 1):
+        raise ValueError(f"`kv_keep` must be a number in (0, 1], got {keep!r}")
 
 
 def _rounded(x: float, budget: int) -> int:
