@@ -545,7 +545,13 @@ def test_ctrl_c_for_real(folder: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hf_kvcache", *words_of_eval(folder, data, windows=15)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     ) as process:
         assert process.stderr is not None
         rest = ""
@@ -683,10 +689,14 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
         real(self, value)
 
     monkeypatch.setattr(chat_module._Stream, "put", put)
-    code, turns, _, _ = talk([folder], "one\ntwo\n", monkeypatch, capsys, tmp_path / "c.json")
-    assert code == 0 and [turn["stopped"] for turn in turns] == [True, False]
-    assert turns[0]["tokens"] < 6 == turns[1]["tokens"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        code, turns, _, _ = talk([folder], "one\ntwo\n", monkeypatch, capsys, tmp_path / "c.json")
+        assert code == 0 and [turn["stopped"] for turn in turns] == [True, False]
+        assert turns[0]["tokens"] < 6 == turns[1]["tokens"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_at_the_prompt_writes_what_was_said(

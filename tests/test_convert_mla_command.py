@@ -269,7 +269,11 @@ app.command()(convert_mla)
 app({[str(source), str(tmp_path / "out"), "--text", files["seen"], "--windows", "2", "--no-evaluate"]!r})
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
     )
     assert process.stdout is not None
     assert "writing" in process.stdout.readline()

@@ -205,8 +205,8 @@ def test_generation_saved_and_loaded(name, tmp_path) -> None:
         assert torch.equal(again, loaded.generate(more, **arguments))
         model, loaded = loaded, model
     for other in (
-        HeavyHitterCache(model, heavy_size=40, recent_size=40),
-        QuantizedKIVICache(model, nbits=4, q_group_size=16, residual_length=64),
+        HeavyHitterCache(model, heavy_size=40, recent_size=40, scope="all"),
+        QuantizedKIVICache(model, nbits=4, q_group_size=16, residual_length=64, scope="all"),
     ):
         assert torch.equal(generate(model, other), generate(model))
 

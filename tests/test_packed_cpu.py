@@ -160,7 +160,7 @@ def test_buffers_that_were_outgrown_are_gone_before_the_next_step(codec: Codec) 
     others = codes()
     store = PackedStore(lambda keys, values: codec.for_layer(0, 1, keys, values))
     sizes = []
-    for token in range(400):
+    for token in range(330):
         index = torch.full((1, 1, 1), token, dtype=torch.int32)
         store.append(Rows(*torch.randn(2, 1, 2, 1, 64).bfloat16(), index))
         store.attended()

@@ -64,7 +64,7 @@ def convert_mla(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUT.")] = False,
 ) -> None:
-    """Convert a model to multi-head latent attention, and write it with a report.
+    """Convert a model to multi-head latent attention.
 
     OUT appears when it is whole: a run that fails or is killed leaves nothing under that name.
 
