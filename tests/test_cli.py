@@ -233,7 +233,7 @@ def test_options_take_several_words() -> None:
         (["recommend", "llama-3-8b", "--gpu-memory", "18GB", "--context", "65536"], "a preset has no weights", 1),
         (
             ["recommend", "llama-3-8b", "--gpu-memory", "18GB", "--context", "65536", "--prompt", "40"],
-            "--prompt 40 is too short for snapkv:max_capacity_prompt=0.25, one of the default caches",
+            "--prompt 40 is too short for snapkv:max_capacity_prompt=0.5+rotated-4, one of the default caches",
             1,
         ),
         (["recommend", "llama-3-8b", "--gpu-memory", "24GB", "--context", "0"], "--context must be at least 1", 1),
@@ -308,7 +308,10 @@ def test_lengths_beyond_learned_positions(
     # An answer ends where positions do; a message beyond them is refused, and the turns before it are written.
     data = tmp_path / "c.json"
     monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 100 + "\nb\n"))
-    text = fails(capsys, "chat", learned, "--json", str(data)).splitlines()[-1]
+    with pytest.raises(SystemExit) as caught:
+        ask("chat", learned, "--json", str(data))
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 2 and text.startswith("error: ")
     assert "learned positions for 128" in text and "/reset" in text
     assert [turn["seen"] for turn in json.loads(data.read_text())["turns"]] == [128]
 
@@ -639,6 +642,22 @@ def test_eval_keeps_the_windows_that_were_done(
     if windows < 3:
         assert found["interrupted"]["windows_done"] == windows
         assert f"interrupted: {windows} of 3 windows were done" in capsys.readouterr().out
+
+
+def test_points_without_loss_are_marked_in_the_picture(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    words: list[str] = []
+    real = figure.savefig
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> None:
+        words.extend(text.get_text() for text in self.axes[0].get_legend().get_texts())
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure, "savefig", look)
+    assert ask(*words_of_eval(folder, tmp_path / "e.json", windows=1), "--plot", str(tmp_path / "e.png")) == 0
+    assert words == ["front", "1  kv (KL 0)", "2  kivi-2:residual_length=16"]
 
 
 def test_ctrl_c_for_real(folder: str, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ def bars(found: Estimate, path: str | Path) -> None:
         end = device[place] + host[place]
         label = axes.annotate(words, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
         label.set_in_layout(False)
+        # The line where the device is full would run through the words.
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         labels.append((end, label))
     right = longest * 1.05
     left = ""
