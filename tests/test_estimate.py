@@ -289,6 +289,7 @@ def test_refusals_are_listed_or_raised() -> None:
         ("gpt2", "no attention with q_proj"),
         ("bloom", "no attention with q_proj"),
         ("phi3", "no attention with q_proj"),
+        ("cohere", "in a way that is not known"),
         ("glm", "rotates only a part"),
         ("gemma3_text", "layers all keep every key"),
     ],

@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..cache import KVCache
 from ..mla import plan_mla
-from ..mla.host import attention_modules
+from ..mla.host import attention_modules, inspect_hosts
 from ..offload.rules import Away, away_bytes
 from ..specs import SIZES, CacheSpec, parse_spec
 from .sizes import ModelSizes, load_config, measure_sizes
@@ -297,9 +299,9 @@ def _most(fits: Callable[[int], bool], bound: int) -> int | None:
 
 
 def why_not_converted(sizes: ModelSizes) -> str | None:
-    """Why `convert_to_mla` would refuse this model, as far as shapes can tell; None where they say nothing against it.
+    """Why `convert_to_mla` would refuse this model, as far as its config can tell; None where nothing is against it.
 
-    What the attention computes is only known once weights are there: a conversion tries it.
+    What the attention computes cannot be told from shapes: a tiny model of the same config is tried.
     """
     model = sizes.model
     if getattr(sizes.decoder, "kv_lora_rank", None) is not None:
@@ -313,7 +315,7 @@ def why_not_converted(sizes: ModelSizes) -> str | None:
             "other names are not known)"
         )
     if any(layer.kind != "DynamicLayer" or layer.shape is None for layer in sizes.layers):
-        return "conversions are counted only for models whose layers all keep every key and value"
+        return "bytes of conversions are only counted for models whose layers all keep every key and value"
     turns = [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     shape = sizes.layers[0].shape
     if not turns:
@@ -322,6 +324,27 @@ def why_not_converted(sizes: ModelSizes) -> str | None:
         return f"{type(model).__name__} rotates only a part of its keys"
     if any(hasattr(module, "sinks") for _, module in hosts):
         return f"{type(model).__name__} attends with sinks"
+    if model not in _TRIED:
+        _TRIED[model] = _try_tiny(sizes)
+    return _TRIED[model]
+
+
+# By model: the survey and each line of a table ask again.
+_TRIED: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def _try_tiny(sizes: ModelSizes) -> str | None:
+    from ..compat.shrink import _shrink  # with the stubs of its checks, which nothing else here needs
+
+    try:
+        config = _shrink(copy.deepcopy(sizes.config))
+        with torch.random.fork_rng(devices=[]):
+            tiny = type(sizes.model)._from_config(config, dtype=torch.float32)
+        inspect_hosts(tiny.eval())
+    except NotImplementedError as error:
+        return str(error)
+    except Exception:  # a config that has no tiny form says nothing about conversions
+        return None
     return None
 
 
