@@ -18,7 +18,15 @@ import torch
 import typer
 import typer.main
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from hf_kvcache import detach, from_spec
 from hf_kvcache.__main__ import main
@@ -203,7 +211,11 @@ def test_options_take_several_words() -> None:
         (["estimate", "llama-3-8b", "--caches", "latent-4"], "this model has none", 1),
         (["estimate", "llama-3-8b", "--json", "no/such/x.json"], "no/such is no folder", 1),
         (["estimate", "llama-3-8b", "--plot", "no/such/x.png"], "no/such is no folder", 1),
-        (["estimate", "llama-3-8b", "--weight-bits", "0"], "--weight-bits must be above 0", 1),
+        (["estimate", "llama-3-8b", "--plot", "x.xyz"], "x.xyz must end in .png", 1),
+        (["estimate", "llama-3-8b", "--json", "."], "is a folder: name a file in it", 1),
+        (["estimate", "llama-3-8b", "--weight-bits", "0"], "--weight-bits must be a number above 0", 1),
+        (["estimate", "llama-3-8b", "--weight-bits", "nan"], "--weight-bits must be a number above 0", 1),
+        (["estimate", "llama-3-8b", "--gpu-memory", "80"], "give the unit, as 80GB", 1),
         (["recommend", "llama-3-8b", "--context", "100"], "Missing option", 1),
         (["recommend", "llama-3-8b", "--gpu-memory", "8GB", "--context", "100"], "the weights alone take 16.1 GB", 1),
         (["recommend", "llama-3-8b", "--gpu-memory", "16.1GB", "--context", "99999"], "nothing fits: the smallest", 1),
@@ -213,6 +225,17 @@ def test_options_take_several_words() -> None:
             1,
         ),
         (["recommend", "llama-3-8b", "--gpu-memory", "24GB", "--context", "9", "--max-kl", "0"], "must be above 0", 1),
+        (
+            ["recommend", "llama-3-8b", "--gpu-memory", "24GB", "--context", "9", "--max-kl", "nan"],
+            "above 0, got nan",
+            1,
+        ),
+        (["recommend", "llama-3-8b", "--gpu-memory", "18GB", "--context", "65536"], "a preset has no weights", 1),
+        (
+            ["recommend", "llama-3-8b", "--gpu-memory", "18GB", "--context", "65536", "--prompt", "40"],
+            "--prompt 40 is too short for snapkv:max_capacity_prompt=0.5+rotated-4, one of the default caches",
+            1,
+        ),
         (["recommend", "llama-3-8b", "--gpu-memory", "24GB", "--context", "0"], "--context must be at least 1", 1),
         (["recommend", "llama-3-8b", "--gpu-memory", "24GB", "--context", "99", "--caches", "kv2"], "unknown cache", 3),
         (
@@ -227,14 +250,22 @@ def test_options_take_several_words() -> None:
         ),
         (["bench", "no/model", "--caches", "kv", "nope"], "unknown cache 'nope'", 3),
         (["bench", "no/model", "--contexts", "100", "--caches", "window:window_length=2.0"], "share of the prompt", 3),
+        (["bench", "no/model", "--contexts", "40", "4096"], "--contexts 40 is too short for snapkv", 1),
+        (["bench", "LLaMA-3-8B"], "a preset has no weights", 1),
+        (["bench", "no/model", "--device", "warp"], "--device warp: torch knows no such device", 1),
+        (["bench", "no/model", "--plot", "tests"], "tests is a folder: name a file in it", 1),
         (["bench", "no/model", "--text", "no file"], "neither a text that can be read", 1),
         (["bench", "no/model", "--threads", "0"], "--threads must be at least 1", 1),
         (["bench", "no/model", "--json", "no/such/x.json"], "no/such is no folder", 1),
         (["chat", "no/model", "--cache", "snapkv:max_capacity_prompt=0.5"], "give a whole number", 3),
         (["chat", "no/model", "--cache", "kiwi"], "Did you mean 'kivi'", 3),
         (["chat", "no/model", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1", 1),
+        (["chat", "llama-2-7b"], "a preset has no weights", 1),
+        (["chat", "no/model", "--temperature", "nan"], "--temperature must be 0 or above", 1),
         (["chat", "no/model", "--temperature", "-1"], "--temperature must be 0 or above", 1),
         (["eval", "--model", "no/model", "--plot-x", "colour"], "--plot-x must be bits or bytes", 1),
+        (["eval", "--model", "llama-3-8b"], "a preset has no weights", 1),
+        (["eval", "--model", "no/model", "--prompt", "40"], "--prompt 40 is too short for", 1),
         (["eval"], "Missing option", 1),
         (["compat", "--attn", "flash"], "--attn must be sdpa or eager", 1),
     ],
@@ -252,6 +283,59 @@ def test_bad_input_is_one_line_that_names_the_fix(
 def test_models_that_are_not_there(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [command, "--model", str(tmp_path)] if command == "eval" else [command, str(tmp_path)]
     assert f"{tmp_path} cannot be loaded" in fails(capsys, *words)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that knows 128 positions and no more."""
+    path = save_model(tmp_path_factory.mktemp("learned"))
+    sizes = dict(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    ends = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(path)
+    return str(path)
+
+
+def test_lengths_beyond_learned_positions(
+    learned: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (
+        ["bench", learned, "--contexts", "128", "--caches", "kv"],
+        ["eval", "--model", learned, "--prompt", "100", "--caches", "kv"],
+        ["recommend", learned, "--gpu-memory", "700KB", "--context", "2000", "--caches", "rotated-2"],
+    ):
+        text = fails(capsys, *words)
+        assert "learned positions for 128 (max_position_embeddings): ask for fewer" in text
+    # An answer ends where positions do; a message beyond them is refused, and the turns before it are written.
+    data = tmp_path / "c.json"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 100 + "\nb\n"))
+    with pytest.raises(SystemExit) as caught:
+        ask("chat", learned, "--json", str(data))
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 2 and text.startswith("error: ")
+    assert "learned positions for 128" in text and "/reset" in text
+    assert [turn["seen"] for turn in json.loads(data.read_text())["turns"]] == [128]
+
+
+def test_rotary_and_biased_positions_go_on(folder: str) -> None:
+    assert common.learned_positions(LlamaForCausalLM.from_pretrained(folder)) is None
+    assert common.learned_positions(BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1))) is None
+
+
+def test_models_without_sdpa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_model(tmp_path)
+    config = BloomConfig(vocab_size=256, hidden_size=32, n_layer=2, n_head=4, eos_token_id=None, pad_token_id=0)
+    BloomForCausalLM(config).save_pretrained(path)
+    eval_ = ["eval", "--model", str(path), "--caches", "kv", "--prompt", "32", "--tokens", "2", "--windows", "1"]
+    assert "does not support sdpa attention: give --attention eager" in fails(capsys, *eval_)
+    words = ["recommend", str(path), "--gpu-memory", "700KB", "--context", "2000", "--caches", "rotated-2"]
+    assert ask(*words, *MEASURE, "--max-kl", "100") == 0
+    assert "is measured with --attention eager" in capsys.readouterr().err
+    assert "give --attention eager" in fails(capsys, *words, *MEASURE, "--attention", "sdpa")
+
+
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "this torch sees no CUDA device; give --device cpu" in fails(capsys, "bench", "no/model", "--device", "cuda")
 
 
 def test_model_types_that_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +419,7 @@ def room_for(folder: str, spec: str, context: int) -> str:
     from hf_kvcache.specs import parse_spec
 
     sizes = measure_sizes(load_config(folder), torch.float32)
-    return str(4 * sizes.parameters + Sized(sizes, parse_spec(spec)).device(1, context))
+    return f"{4 * sizes.parameters + Sized(sizes, parse_spec(spec)).device(1, context)}B"
 
 
 FEW = ("kv", "kivi-8:residual_length=16", "kivi-2:residual_length=16", "offload:resident_length=16,attend=compute")
@@ -389,7 +473,26 @@ def test_recommend_measures_what_fits(folder: str, tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert pasted(captured.out, folder).codec.nbits == 8 and "[0/" not in captured.err
     assert ask(*stored, "--max-kl", "100", "--smallest") == 0
-    assert pasted(capsys.readouterr().out, folder).codec.nbits == 2
+    captured = capsys.readouterr()
+    assert pasted(captured.out, folder).codec.nbits == 2 and "note:" not in captured.err
+    # Not for another model: by its config, or by its name where an older file has no config.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(folder).parent)
+        assert ask("recommend", Path(folder).name, *stored[2:], "--max-kl", "0.5") == 0
+    copy = tmp_path / "copy"
+    config = LlamaForCausalLM.from_pretrained(folder).config
+    config.save_pretrained(copy)
+    assert ask("recommend", str(copy), *stored[2:], "--max-kl", "0.5") == 0
+    assert f"note: {data} was measured on {folder}, which has the same config" in capsys.readouterr().err
+    config.num_key_value_heads = 4
+    config.save_pretrained(tmp_path / "other")
+    other = ["recommend", str(tmp_path / "other"), "--gpu-memory", "1GB", *stored[4:]]
+    assert "(num_key_value_heads 2 and not 4): measure this one with `hf-kvcache eval" in fails(capsys, *other)
+    del found["measurements"]["model"]["config"]
+    data.write_text(json.dumps(found))
+    assert f"was measured on {folder}, not on {copy} (another name)" in fails(
+        capsys, "recommend", str(copy), *stored[2:]
+    )
 
 
 def test_recommend_says_why_there_is_none(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,6 +516,8 @@ def test_recommend_says_why_there_is_none(folder: str, tmp_path: Path, capsys: p
         data.write_text(content)
         assert "holds no measurements" in fails(capsys, *words, "--measurements", str(data))
     data.write_text('{"caches": [{"spec": "kivi-4", "kl": 0.1, "top1": 1}]}')
+    assert "does not say which model was measured" in fails(capsys, *words, "--measurements", str(data))
+    data.write_text(json.dumps({"model": {"name": folder}, "caches": [{"spec": "kivi-4", "kl": 0.1, "top1": 1}]}))
     text = fails(capsys, *words, "--measurements", str(data), "--caches", "kivi-8:residual_length=16")
     assert "none that fits was measured" in text
 
@@ -539,6 +644,22 @@ def test_eval_keeps_the_windows_that_were_done(
         assert f"interrupted: {windows} of 3 windows were done" in capsys.readouterr().out
 
 
+def test_points_without_loss_are_marked_in_the_picture(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    words: list[str] = []
+    real = figure.savefig
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> None:
+        words.extend(text.get_text() for text in self.axes[0].get_legend().get_texts())
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure, "savefig", look)
+    assert ask(*words_of_eval(folder, tmp_path / "e.json", windows=1), "--plot", str(tmp_path / "e.png")) == 0
+    assert words == ["front", "1  kv (KL 0)", "2  kivi-2:residual_length=16"]
+
+
 def test_ctrl_c_for_real(folder: str, tmp_path: Path) -> None:
     """A signal to a process that has told that it is in its third window."""
     data = tmp_path / "e.json"
@@ -663,6 +784,15 @@ def test_chat_shows_what_is_kept(
         and "forgotten" in err
     )
     assert turns[2]["seen"] < turns[0]["seen"], "reset forgot nothing"
+
+
+def test_chat_reads_bytes_that_are_no_text(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "c.json"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nnext\n"), encoding="utf-8"))
+    assert ask("chat", folder, "--max-new-tokens", "2", "--json", str(data)) == 0
+    assert [turn["user"] for turn in json.loads(data.read_text())["turns"]] == ["caf\ufffd", "next"]
 
 
 def test_chat_samples_with_a_seed(

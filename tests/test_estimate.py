@@ -277,9 +277,39 @@ def test_refusals_are_listed_or_raised() -> None:
     assert "caches latents" in estimate(found, 64).refused["sharing:factor=2"]
     with pytest.raises(NotImplementedError, match="caches latents"):
         estimate(found, 64, specs=["sharing"])
+    assert "caches latents already" in estimate(found, 64).refused["convert_to_mla"]
     for wrong in (dict(context=0), dict(context=1, batch=0)):
         with pytest.raises(ValueError, match="must be at least 1"):
             estimate(found, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gpt2", "no attention with q_proj"),
+        ("bloom", "no attention with q_proj"),
+        ("phi3", "no attention with q_proj"),
+        ("cohere", "in a way that is not known"),
+        ("glm", "rotates only a part"),
+        ("gemma3_text", "layers all keep every key"),
+    ],
+)
+def test_conversions_that_are_refused_are_not_counted(kind: str, words: str) -> None:
+    from hf_kvcache import convert_to_mla
+
+    model = build(kind)
+    found = estimate(measure_sizes(model.config), 64)
+    assert words in found.refused["convert_to_mla"] and not any("mla" in row.cache for row in found.rows)
+    if kind != "gemma3_text":  # whose conversion has no formula
+        with pytest.raises(NotImplementedError):
+            convert_to_mla(model, kv_keep=0.5, method="svd")
+        assert not any("MLA" in line.name for line in survey(measure_sizes(model.config), 64, 1))
+
+
+def test_what_drops_tokens_is_named() -> None:
+    found = estimate(measure_sizes(build("bloom").config), 256)
+    words = found.refused["snapkv:max_capacity_prompt=0.25"]
+    assert words.startswith("snapkv drops tokens, but Bloom") and "Use kv, which keeps every token" in words
 
 
 def test_a_model_that_does_not_run_on_shapes_is_counted_by_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +359,9 @@ def test_configs_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("{", "cannot read this config|no config found"),
         ('{"model_type": "no_such_type"}', "does not know this model type; upgrade it"),
         ("{}", "does not know this model type|cannot read"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "cannot read this config"),
+        ('{"model_type": "llama", "num_attention_heads": 7}', "cannot read this config .* not a multiple"),
+        ('{"model_type": "llama", "hidden_size": "big"}', "cannot read this config .* expected int"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
@@ -373,6 +406,10 @@ def test_models_that_make_layers_as_they_run() -> None:
 
 def test_a_config_that_builds_no_model_is_named() -> None:
     config = preset_config("llama-2-7b")
+    config.num_hidden_layers = 0
+    with pytest.raises(ValueError, match="the config has no layers"):
+        measure_sizes(config)
+    config = preset_config("llama-2-7b")
     config.num_attention_heads = 0
     with pytest.raises(ValueError, match="the config does not build a model"):
         measure_sizes(config)
@@ -401,6 +438,20 @@ def test_the_picture_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = estimate(measure_sizes(preset_config("llama-3-8b")), 4096, 1, 24 * GB)
     pictures.bars(found, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    # Labels are inside of the picture, the long one of rows in host memory too.
+    import matplotlib.figure
+
+    labels = []
+    real = matplotlib.figure.Figure.savefig
+
+    def look(figure: Any, *args: Any, **kwargs: Any) -> None:
+        figure.draw_without_rendering()
+        labels.extend((text.get_window_extent().x1, figure.bbox.x1) for text in figure.axes[0].texts)
+        real(figure, *args, **kwargs)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", look)
+    pictures.bars(estimate(measure_sizes(preset_config("llama-3-8b")), 131072, 8, 80 * GB), tmp_path / "wide.png")
+    assert len(labels) > 20 and all(right <= edge for right, edge in labels)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install"):
         pictures.bars(found, tmp_path / "bars.png")
@@ -419,13 +470,21 @@ def test_models_may_be_names_or_configs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GB", 80 * GB), ("80 GiB", 80 * GIB), ("1.5g", 1.5 * GB), ("512MiB", 2**29), ("1000", 1000), ("2TB", 2e12)],
+    [
+        ("80GB", 80 * GB),
+        ("80 GiB", 80 * GIB),
+        ("1.5g", 1.5 * GB),
+        ("512MiB", 2**29),
+        ("1000B", 1000),
+        ("2000000", 2e6),
+        ("2TB", 2e12),
+    ],
 )
 def test_memory_is_read(text: str, size: float) -> None:
     assert read_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "80XB", "-1GB", "0GB", "1e9", "80iB", "8 0GB"])
+@pytest.mark.parametrize("text", ["", "GB", "80XB", "-1GB", "0GB", "1e9", "80iB", "8 0GB", "80", "24.5"])
 def test_wrong_memory_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="memory"):
         read_bytes(text)

@@ -7,12 +7,23 @@ from typing import Annotated
 
 import typer
 
-from ..bench.decode import decode_times
+from ..bench.decode import WARM_UP, decode_times
 from ..evaluate.plot import require
 from ..evaluate.texts import TEXTS, read
 from ..pictures import plot_decode_time
-from ..specs import parse_spec
-from .common import INTERRUPTED, check_paths, load, progress, say, show, table_of, threads, write_json
+from .common import (
+    INTERRUPTED,
+    check_caches,
+    check_length,
+    check_paths,
+    load,
+    progress,
+    say,
+    show,
+    table_of,
+    threads,
+    write_json,
+)
 
 CACHES = ("kv", "rotated-4", "snapkv:max_capacity_prompt=0.25", "h2o:heavy_ratio=0.125,recent_ratio=0.125")
 
@@ -57,16 +68,14 @@ def bench(
       hf-kvcache bench MODEL --contexts 1024 4096 8192 --caches kv rotated-4 --threads 1 --plot time.png
     """
     asked, lengths = caches or list(CACHES), sorted(set(contexts or [1024, 4096]))
-    for spec in asked:
-        parsed = parse_spec(spec)
-        for tokens in lengths:
-            parsed.check(tokens)
+    check_caches(asked, lengths, "--contexts", default=not caches)
     words = read(text)
-    check_paths(json, plot)
+    check_paths(json, picture=plot)
     if plot is not None:
         require()
     threads(thread_count)
     loaded, tokenizer = load(model, dtype, attention, device, gguf_file)
+    check_length(loaded, max(lengths) + steps + WARM_UP, "--contexts and --steps")
     ids = tokenizer(words[: 12 * max(lengths) + 5000][-12 * max(lengths) :], return_tensors="pt").input_ids
     with progress() as tell:
         result = decode_times(loaded, ids, lengths, asked, steps=steps, chunk=chunk, progress=tell)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from transformers import StoppingCriteria, TextStreamer
 from ..evaluate.measure import cache_argument
 from ..sizing.units import show_bytes
 from ..specs import parse_spec
-from .common import INTERRUPTED, Wrong, check_paths, load, threads, write_json
+from .common import INTERRUPTED, Wrong, check_paths, learned_positions, load, threads, write_json
 
 HELP = "/reset forgets the conversation, /quit (or end of input) ends it, Ctrl-C stops an answer"
 _MARK = "\u2063reply\u2063"  # stands for an answer while the template is asked what follows one
@@ -58,7 +60,7 @@ def chat(
     """
     if max_new_tokens < 1:
         raise Wrong(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0:
+    if not 0 <= temperature < inf:
         raise Wrong(f"--temperature must be 0 or above, got {temperature:g}")
     spec = parse_spec(cache)
     spec.check()
@@ -96,6 +98,7 @@ class Conversation:
 
     def __init__(self, model: Any, tokenizer: Any, cache: Any, system: str | None = None) -> None:
         self.model, self.tokenizer, self.cache, self.system = model, tokenizer, cache, system
+        self.positions = learned_positions(model)
         self.turns: list[dict[str, Any]] = []
         ends = model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
@@ -116,6 +119,14 @@ class Conversation:
     def answer(self, text: str, options: dict[str, Any], status: Status) -> str:
         """Read a message, stream the answer to standard output, and return it."""
         ids = torch.cat([self.ids, torch.tensor([self._turn(text)], dtype=torch.long)], dim=1)
+        if self.positions is not None:
+            room = self.positions - ids.shape[1] + 1  # the last token of an answer is not read
+            if room < 1:
+                raise Wrong(
+                    f"the conversation has {ids.shape[1]:,} tokens, and this model has learned positions for "
+                    f"{self.positions:,} (max_position_embeddings): send shorter messages, or /reset in between"
+                )
+            options = options | {"max_new_tokens": min(room, options["max_new_tokens"])}
         began = time.perf_counter()
         streamer = _Stream(self, status)
         with _stopping() as stop:
@@ -170,6 +181,8 @@ class Conversation:
 def _lines() -> Iterator[str]:
     """What is typed or piped, line by line."""
     terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a stray byte in a piped file must not end the conversation
+        sys.stdin.reconfigure(errors="replace")
     while True:
         if terminal:
             try:

@@ -17,7 +17,9 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
+from ..sizing.presets import PRESETS
 from ..sizing.units import read_dtype
+from ..specs import SpecError, parse_spec
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
 
@@ -28,8 +30,6 @@ class Wrong(Exception):
 
 def one_line(error: BaseException, most: int = 600) -> str:
     """The message of an error without its line breaks; a spec's error keeps the line that points at the token."""
-    from ..specs import SpecError
-
     if isinstance(error, SpecError):
         return str(error)
     words = " ".join(str(error).split()) or type(error).__name__
@@ -91,11 +91,63 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
         bar.stop()
 
 
-def check_paths(*paths: Path | None) -> None:
-    """Raise `Wrong` where a file could not be written later."""
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
+def note(text: str) -> None:
+    """A remark beside the result, on standard error."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def check_paths(*paths: Path | None, picture: Path | None = None) -> None:
+    """Raise `Wrong` where a file could not be written later, or where a `picture` is called something else than PNG."""
+    for path in (*paths, picture):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise Wrong(f"{path.parent} is no folder")
+        if path.is_dir():
+            raise Wrong(f"{path} is a folder: name a file in it")
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise Wrong(f"pictures are PNG files, so {picture} must end in .png")
+
+
+def check_caches(specs: Sequence[str], lengths: Sequence[int], option: str, default: bool) -> None:
+    """Raise for caches that prompts of these lengths cannot have. With `default` nobody typed them: the option is named
+    that is to blame, not an argument of a spec."""
+    for spec in specs:
+        parsed = parse_spec(spec)
+        for tokens in lengths:
+            try:
+                parsed.check(tokens)
+            except SpecError as error:
+                if not default:
+                    raise
+                raise Wrong(
+                    f"{option} {tokens} is too short for {spec}, one of the default caches: give a longer {option}, "
+                    "or --caches of your own"
+                ) from error
+
+
+def learned_positions(model: Any) -> int | None:
+    """How many positions the model has learned a vector for, beyond which it cannot read; None where it turns keys or
+    biases attention, which goes on for any length."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(limit, int) or any(name.endswith("inv_freq") for name, _ in model.named_buffers()):
+        return None
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        # Some tables have a few rows more, for padding.
+        if isinstance(module, torch.nn.Embedding) and ("pos" in leaf or leaf == "wpe"):
+            return limit if module.num_embeddings >= limit else None
+    return None
+
+
+def check_length(model: Any, tokens: int, option: str) -> None:
+    """Raise `Wrong` where the model has no positions for so many tokens."""
+    limit = learned_positions(model)
+    if limit is not None and tokens > limit:
+        raise Wrong(
+            f"{option} come to {tokens:,} tokens, and this model has learned positions for {limit:,} "
+            "(max_position_embeddings): ask for fewer"
+        )
 
 
 def write_json(path: Path | None, content: Any) -> None:
@@ -120,6 +172,16 @@ def threads(count: int | None) -> None:
     torch.set_num_threads(count)
 
 
+def check_device(name: str) -> None:
+    """Raise `Wrong` for devices that this machine, or this build of torch, does not have."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise Wrong(f"--device {name}: torch knows no such device; cpu, cuda or cuda:0 are some") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Wrong(f"--device {name}: this torch sees no CUDA device; give --device cpu, or install one built for it")
+
+
 def load(
     model: str,
     dtype: str = "float32",
@@ -130,6 +192,9 @@ def load(
     """Model and tokenizer. Raises `Wrong` where they cannot be had."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if model.lower() in PRESETS and not os.path.exists(model):
+        raise Wrong(f"{model} is a preset of sizes, for estimates: a preset has no weights; give a Hub id or a folder")
+    check_device(device)
     source = {} if gguf_file is None else {"gguf_file": gguf_file}
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -139,7 +204,9 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(model, **source)
         made = AutoModelForCausalLM.from_pretrained(model, dtype=chosen, attn_implementation=attention, **source)
         return made.eval().to(device), tokenizer
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+    except Exception as error:  # whatever the code of a model raises for a config or a file that does not fit it
+        if attention != "eager" and "attn_implementation" in str(error):
+            raise Wrong(f"{model} does not support {attention} attention: give --attention eager") from error
         raise Wrong(f"{model} cannot be loaded: {one_line(error, 300)}") from error
 
 

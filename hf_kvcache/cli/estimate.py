@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,9 +62,9 @@ def estimate(
     Example:
       hf-kvcache estimate llama-3-8b --context 131072 --batch 8 --gpu-memory 80GB
     """
-    check_paths(json, plot)
-    if weight_bits is not None and weight_bits <= 0:
-        raise Wrong(f"--weight-bits must be above 0, got {weight_bits:g}")
+    check_paths(json, picture=plot)
+    if weight_bits is not None and not 0 < weight_bits < inf:
+        raise Wrong(f"--weight-bits must be a number above 0, got {weight_bits:g}")
     if plot is not None:
         require()
     memory = None if gpu_memory is None else read_bytes(gpu_memory)

@@ -9,11 +9,12 @@ import typer
 
 from ..evaluate import TEXTS, plot
 from ..evaluate import evaluate as measure
+from ..evaluate.needles import ANSWER_TOKENS
 from ..evaluate.report import headline, markdown, plain, rows
 from ..evaluate.run import CACHES, show_progress
 from ..evaluate.texts import read
-from ..specs import codecs, parse_spec, policies
-from .common import INTERRUPTED, Wrong, check_paths, load, say, threads, write_json
+from ..specs import codecs, policies
+from .common import INTERRUPTED, Wrong, check_caches, check_length, check_paths, load, say, threads, write_json
 
 _KNOWN = f"policies {', '.join(policies())} and codecs {', '.join(codecs())}, joined with +, arguments after a colon"
 
@@ -63,16 +64,18 @@ def evaluate(
       hf-kvcache eval --model MODEL --caches kv kivi-4 snapkv:max_capacity_prompt=0.25 --json out.json
     """
     names, specs = text or ["topics"], caches or list(CACHES)
-    for spec in specs:
-        parse_spec(spec).check(prompt)
+    check_caches(specs, [prompt], "--prompt", default=not caches)
     texts = {name: read(name) for name in names}
     if plot_path is not None:
         plot.require()
     if plot_x not in plot.X_AXES:
         raise Wrong(f"--plot-x must be {' or '.join(plot.X_AXES)}, got {plot_x!r}")
-    check_paths(json, plot_path)
+    check_paths(json, picture=plot_path)
     threads(thread_count)
     loaded, tokenizer = load(model, dtype, attention, device, gguf_file)
+    # A planted code takes as many tokens of answer, in place of those that are fed.
+    fed = max(tokens, ANSWER_TOKENS) if needles else tokens
+    check_length(loaded, prompt + fed, "--prompt and --tokens")
     with show_progress() as tell:
         result = measure(
             loaded,

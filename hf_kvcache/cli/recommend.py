@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +19,27 @@ from ..sizing.recommend import (
     Candidate,
     add_measurements,
     candidates,
+    check_model,
     choose,
     fixed_sizes,
     measured_as,
     read_measurements,
 )
 from ..specs import parse_spec
-from .common import INTERRUPTED, Wrong, check_paths, load, say, show, table_of, threads, write_json
+from .common import (
+    INTERRUPTED,
+    Wrong,
+    check_caches,
+    check_length,
+    check_paths,
+    load,
+    note,
+    say,
+    show,
+    table_of,
+    threads,
+    write_json,
+)
 
 
 def recommend(
@@ -67,6 +82,10 @@ def recommend(
         float | None, typer.Option(metavar="N", help="Bits of a weight, for quantized checkpoints.", show_default=False)
     ] = None,
     measure_dtype: Annotated[str, typer.Option(metavar="NAME", help="In which fidelity is measured.")] = "float32",
+    attention: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Attention implementation.", show_default="sdpa, or eager without it"),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Where it is measured.")] = "cpu",
     gguf_file: Annotated[
         str | None, typer.Option(metavar="F", help="The GGUF file of that model to load.", show_default=False)
@@ -89,13 +108,13 @@ def recommend(
     """
     if lossless and max_kl is not None:
         raise Wrong("--lossless and --max-kl exclude each other: give one")
-    if max_kl is not None and max_kl <= 0:
+    if max_kl is not None and not max_kl > 0:  # so that it catches nan too
         raise Wrong(f"--max-kl must be above 0, got {max_kl:g}; --lossless is for none at all")
     for name, value in (("--context", context), ("--batch", batch)):
         if value < 1:
             raise Wrong(f"{name} must be at least 1, got {value}")
-    if weight_bits is not None and weight_bits <= 0:
-        raise Wrong(f"--weight-bits must be above 0, got {weight_bits:g}")
+    if weight_bits is not None and not 0 < weight_bits < inf:
+        raise Wrong(f"--weight-bits must be a number above 0, got {weight_bits:g}")
     limit = None if lossless else 0.02 if max_kl is None else max_kl
     memory = read_bytes(gpu_memory)
     check_paths(json)
@@ -105,6 +124,10 @@ def recommend(
     for spec in caches or []:
         parse_spec(spec).check(context)
     sizes = measure_sizes(load_config(model), None if dtype is None else read_dtype(dtype), model)
+    if stored is not None and measurements is not None:
+        other = check_model(stored, measurements, sizes)
+        if other is not None:
+            note(f"{measurements} was measured on {other}, which has the same config as {model}")
     found = candidates(sizes, asked, context, batch, memory, weight_bits)
     result: dict[str, Any] | None = stored
     wanted = _to_measure(found, limit, smallest)
@@ -117,10 +140,14 @@ def recommend(
                 f"{', '.join(fixed)} of a candidate counts tokens, so a prompt of {prompt:,} says nothing about "
                 f"{context:,}: give a share of the prompt, as {fixed[0]}=0.25"
             )
-        for spec in wanted:
-            parse_spec(spec).check(prompt)
+        check_caches(wanted, [prompt], "--prompt", default=caches is None)
+        check_length(sizes.model, prompt + tokens, "--prompt and --tokens")
         threads(thread_count)
-        loaded, tokenizer = load(model, measure_dtype, "sdpa", device, gguf_file)
+        if attention is None:
+            attention = "sdpa" if getattr(sizes.model, "_supports_sdpa", True) else "eager"
+            if attention == "eager":
+                note(f"{type(sizes.model).__name__} has no sdpa attention, so it is measured with --attention eager")
+        loaded, tokenizer = load(model, measure_dtype, attention, device, gguf_file)
         with show_progress() as tell:
             result = measure(
                 loaded,

@@ -431,7 +431,27 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | found
 
 
-def _about(model: Any, attention: str) -> dict[str, str]:
+FACTS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "kv_lora_rank",
+)
+
+
+def config_facts(config: Any) -> dict[str, Any]:
+    """What tells a config from those of other models, ready for JSON: names differ with where a model lies."""
+    decoder = config.get_text_config(decoder=True)
+    found = {name: getattr(decoder, name, None) for name in FACTS}
+    return {name: value for name, value in found.items() if isinstance(value, (int, str))}
+
+
+def _about(model: Any, attention: str) -> dict[str, Any]:
     name = getattr(model, "name_or_path", "") or type(model).__name__
     dtype = str(model.dtype).removeprefix("torch.")
-    return {"name": name, "dtype": dtype, "device": str(model.device), "attention": attention}
+    about = {"name": name, "dtype": dtype, "device": str(model.device), "attention": attention}
+    return about | {"config": config_facts(model.config)}

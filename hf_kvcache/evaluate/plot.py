@@ -61,7 +61,9 @@ def pareto(result: Mapping[str, Any], path: str | Path, x: str = "bits") -> None
     for number, (spec, point) in enumerate(zip(specs, points, strict=True), start=1):
         kind = kinds.index(_kind(spec))
         colour, marker = COLOURS[kind % len(COLOURS)], MARKERS[kind % len(MARKERS)]
-        axes.scatter(*point, s=80, color=colour, marker=marker, edgecolors="none", label=f"{number}  {spec}", zorder=3)
+        # What lies on the floor of the axis lost nothing, or less than rounding.
+        label = f"{number}  {spec}" + (" (KL 0)" if result["caches"][number - 1]["kl"] <= LEAST_KL else "")
+        axes.scatter(*point, s=80, color=colour, marker=marker, edgecolors="none", label=label, zorder=3)
         # In turn above and below, since points lie close.
         place = (6, -10) if rank[number - 1] % 2 else (6, 4)
         axes.annotate(f"{number}", point, xytext=place, textcoords="offset points", fontsize=8, zorder=4)

@@ -35,6 +35,7 @@ def bars(found: Estimate, path: str | Path) -> None:
             places, host, left=device, color=HOST, hatch="///", edgecolor="white", label="in host memory", height=0.7
         )
     longest = max(d + h for d, h in zip(device, host, strict=True))
+    labels = []
     for place, row in enumerate(rows):
         words = show_bytes(row.bytes_total)
         if row.host_bytes:
@@ -42,8 +43,12 @@ def bars(found: Estimate, path: str | Path) -> None:
         if row.fits is not None:
             words += ", fits" if row.fits else ", does not fit"
         end = device[place] + host[place]
-        axes.annotate(words, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    right = longest * 1.35
+        label = axes.annotate(words, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        label.set_in_layout(False)
+        # The line where the device is full would run through the words.
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        labels.append((end, label))
+    right = longest * 1.05
     left = ""
     if found.memory is not None:
         room = found.memory - found.weights_bytes
@@ -64,4 +69,11 @@ def bars(found: Estimate, path: str | Path) -> None:
     axes.grid(True, axis="x", color="0.9")
     axes.set_axisbelow(True)
     figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+    # Labels stand to the right of their bars and are as wide as their words: the axis goes on until all have room.
+    figure.draw_without_rendering()
+    wide = axes.get_window_extent().width
+    for end, label in labels:
+        words_wide = label.get_window_extent().width + 0.02 * wide
+        right = max(right, end * wide / max(0.1 * wide, wide - words_wide))
+    axes.set_xlim(0, right)
     figure.savefig(path, format="png")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..evaluate.measure import FACTS, config_facts
 from ..specs import SIZES, CacheSpec, parse_spec
 from .sizes import ModelSizes
 from .table import Sized
@@ -135,6 +137,29 @@ def read_measurements(path: str | Path) -> dict[str, Any]:
             f"{path} holds no measurements ({words}): give a file that `hf-kvcache eval --json` wrote"
         ) from error
     return content
+
+
+def check_model(stored: Mapping[str, Any], path: str | Path, sizes: ModelSizes) -> str | None:
+    """Raise `ValueError` where stored measurements are those of another model than `sizes`.
+
+    Configs are compared (names, where older files hold no config). Returns the other name of a model with the same
+    config, which may be a copy of this one or a finetune of it.
+    """
+    about = stored.get("model")
+    name = about.get("name") if isinstance(about, dict) else None
+    again = f"measure this one with `hf-kvcache eval --model {sizes.name} --json FILE`"
+    if not isinstance(about, dict) or not isinstance(name, str):
+        raise ValueError(f"{path} does not say which model was measured: {again}")
+    same_name = name == sizes.name or os.path.realpath(name) == os.path.realpath(sizes.name)
+    then, now = about.get("config"), config_facts(sizes.config)
+    if isinstance(then, dict):
+        differs = [fact for fact in FACTS if then.get(fact) != now.get(fact)]
+        words = ", ".join(f"{fact} {then.get(fact)} and not {now.get(fact)}" for fact in differs[:2])
+    else:
+        differs, words = [] if same_name else ["name"], "another name"
+    if differs:
+        raise ValueError(f"{path} was measured on {name}, not on {sizes.name} ({words}): {again}")
+    return None if same_name else name
 
 
 def choose(found: Sequence[Candidate], max_kl: float | None, smallest: bool = False) -> Candidate:

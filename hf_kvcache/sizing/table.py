@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..cache import KVCache
 from ..mla import plan_mla
+from ..mla.host import attention_modules, inspect_hosts
 from ..offload.rules import Away, away_bytes
 from ..specs import SIZES, CacheSpec, parse_spec
 from .sizes import ModelSizes, load_config, measure_sizes
@@ -130,7 +133,12 @@ class Sized:
         others = {part.technique.kind: part.made(tokens) for part in spec.parts if part.technique.kind != "policy"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cache = KVCache(self.sizes.model, policy=policy, scope=spec.policy.arguments.get("scope", "full"), **others)
+            scope = spec.policy.arguments.get("scope", "full")
+            try:
+                cache = KVCache(self.sizes.model, policy=policy, scope=scope, **others)
+            except NotImplementedError as error:  # it names its class, which with another policy drops nothing
+                words = str(error).replace("KVCache drops tokens", f"{spec.policy.name} drops tokens")
+                raise NotImplementedError(words.replace("Use KVCache, which keeps", "Use kv, which keeps")) from error
         if len(cache.layers) != len(self.sizes.layers):
             raise NotImplementedError(
                 f"{self.sizes.name} makes {len(self.sizes.layers) - len(cache.layers)} of its cache layers while it "
@@ -215,7 +223,10 @@ def estimate(
             refused[str(spec)] = str(error)
             continue
         add(str(spec), spec.lossless, sized.total, sized.device, sized.away(batch, context).moved, _note(spec))
-    if specs is None:
+    why = why_not_converted(sizes)
+    if specs is None and why is not None:
+        refused["convert_to_mla"] = why
+    elif specs is None:
         for keep in MLA_KEPT:
             progress(steps - 1, steps, f"MLA {keep}")
             latent = converted(sizes, keep)
@@ -287,12 +298,61 @@ def _most(fits: Callable[[int], bool], bound: int) -> int | None:
     return low
 
 
+def why_not_converted(sizes: ModelSizes) -> str | None:
+    """Why `convert_to_mla` would refuse this model, as far as its config can tell; None where nothing is against it.
+
+    What the attention computes cannot be told from shapes: a tiny model of the same config is tried.
+    """
+    model = sizes.model
+    if getattr(sizes.decoder, "kv_lora_rank", None) is not None:
+        return "the model caches latents already"
+    if sizes.decoder is not sizes.config:
+        return "the language model is inside another one: convert its text checkpoint alone"
+    hosts = attention_modules(model)
+    if not hosts:
+        return (
+            f"{type(model).__name__} has no attention with q_proj, k_proj, v_proj and o_proj (fused projections and "
+            "other names are not known)"
+        )
+    if any(layer.kind != "DynamicLayer" or layer.shape is None for layer in sizes.layers):
+        return "bytes of conversions are only counted for models whose layers all keep every key and value"
+    turns = [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    shape = sizes.layers[0].shape
+    if not turns:
+        return f"{type(model).__name__} has no rotary positions"
+    if shape is not None and 2 * turns[0] != shape[1]:
+        return f"{type(model).__name__} rotates only a part of its keys"
+    if any(hasattr(module, "sinks") for _, module in hosts):
+        return f"{type(model).__name__} attends with sinks"
+    if model not in _TRIED:
+        _TRIED[model] = _try_tiny(sizes)
+    return _TRIED[model]
+
+
+# By model: the survey and each line of a table ask again.
+_TRIED: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def _try_tiny(sizes: ModelSizes) -> str | None:
+    from ..compat.shrink import _shrink  # with the stubs of its checks, which nothing else here needs
+
+    try:
+        config = _shrink(copy.deepcopy(sizes.config))
+        with torch.random.fork_rng(devices=[]):
+            tiny = type(sizes.model)._from_config(config, dtype=torch.float32)
+        inspect_hosts(tiny.eval())
+    except NotImplementedError as error:
+        return str(error)
+    except Exception:  # a config that has no tiny form says nothing about conversions
+        return None
+    return None
+
+
 def converted(sizes: ModelSizes, keep: float) -> Callable[[int, int], int] | None:
     """Bytes (of batch and tokens) after `convert_to_mla(kv_keep=keep)`, or None for models that it does not fit."""
-    decoder = sizes.decoder
-    plain = all(layer.kind == "DynamicLayer" and layer.shape is not None for layer in sizes.layers)
-    if not plain or sizes.decoder is not sizes.config or getattr(decoder, "kv_lora_rank", None) is not None:
+    if why_not_converted(sizes) is not None:
         return None
+    decoder = sizes.decoder
     plan = plan_mla(decoder, keep)
     config: Any = copy.deepcopy(decoder)
     entry = {"kv_lora_rank": plan.kv_lora_rank, "qk_rope_head_dim": plan.qk_rope_head_dim}

@@ -8,6 +8,7 @@ import torch
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+LEAST_PLAIN = 10**6  # a number without a unit below this was meant as gigabytes, most likely
 DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -20,11 +21,13 @@ DTYPES = {
 
 def read_bytes(text: str) -> int:
     """`"80GB"` (10^9), `"80GiB"` (2^30) or a plain number of bytes. Raises `ValueError` for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)(B?))\s*", text, re.IGNORECASE)
     if found is None or (found[3] and not found[2]):
         raise ValueError(f"{text!r} is no size of memory: write it as 80GB (10^9 bytes), 80GiB (2^30) or a number")
     unit = found[2].upper()
     size = int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
+    if 0 < size < LEAST_PLAIN and not found[2] and not found[4]:
+        raise ValueError(f"{text!r} would be {size} bytes of memory: give the unit, as {text.strip()}GB")
     if size <= 0:
         raise ValueError(f"{text!r} is no memory at all: give what the device has, as 24GB")
     return size
