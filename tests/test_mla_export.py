@@ -404,9 +404,9 @@ def test_float16_and_adapters_are_refused(tmp_path) -> None:
         export_deepseek_v3(model, tmp_path / "out", dtype=torch.float16)
     peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="merge_and_unload"):
+    with pytest.raises(ValueError, match="merge_healed"):
         export_deepseek_v3(wrapped, tmp_path / "out")
-    with pytest.raises(NotImplementedError, match="merge_and_unload"):
+    with pytest.raises(NotImplementedError, match="merge_healed"):
         export_deepseek_v3(wrapped.base_model.model, tmp_path / "out")
 
 
