@@ -68,7 +68,7 @@ def prepare_for_healing(
     _refuse_folded(model)
     targets = _targets(model, target_modules)
     peft = imported("peft")
-    if quantize or four_bit_layers(model):
+    if quantize or any(four_bit_layers(model)):
         imported("bitsandbytes")
     _refuse_unknown(model)
     if any(name.endswith("kv_b_proj") for name, _ in four_bit_layers(model)):
