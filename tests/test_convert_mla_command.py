@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import signal
@@ -9,6 +11,7 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,15 +23,11 @@ from hf_kvcache.mla import checkpoint as checkpoint_module
 from hf_kvcache.mla import folder as folder_module
 from hf_kvcache.mla.checkpoint import convert_checkpoint
 
-typer = pytest.importorskip("typer")
-from typer.testing import CliRunner  # noqa: E402
+pytest.importorskip("typer")
 
-from hf_kvcache.cli.convert_mla import convert_mla  # noqa: E402
+from hf_kvcache.__main__ import main  # noqa: E402
 
 HELD = "pack my box with five dozen jugs, or six. "
-
-app = typer.Typer(add_completion=False)
-app.command()(convert_mla)
 
 
 def tokenizer():
@@ -65,7 +64,13 @@ def files(tmp_path) -> dict[str, str]:
 
 def run(source, out, files, *more):
     words = [str(source), str(out), "--text", files["seen"], "--windows", "6", "--held-out", files["held"]]
-    return CliRunner().invoke(app, [*words, "--held-out-windows", "2", *more])
+    output, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(stderr):
+        try:
+            code = main(["convert-mla", *words, "--held-out-windows", "2", *more])
+        except SystemExit as error:
+            code = error.code
+    return SimpleNamespace(exit_code=code, output=output.getvalue(), stdout=output.getvalue(), stderr=stderr.getvalue())
 
 
 def left(folder: Path) -> list[str]:

@@ -13,6 +13,10 @@ from ..evaluate.texts import TEXTS, read
 from ..pictures import plot_decode_time
 from .common import (
     INTERRUPTED,
+    Attention,
+    Device,
+    GgufFile,
+    ThreadCount,
     check_caches,
     check_length,
     check_paths,
@@ -41,15 +45,11 @@ def bench(
     text: Annotated[
         str, typer.Option(metavar="T", help=f"A file, or a text of Python: {', '.join(TEXTS)}.")
     ] = "topics",
-    gguf_file: Annotated[
-        str | None, typer.Option(metavar="F", help="The GGUF file of that model to load.", show_default=False)
-    ] = None,
+    gguf_file: GgufFile = None,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the model: bf16, fp16 or fp32.")] = "bf16",
-    attention: Annotated[str, typer.Option(metavar="NAME", help="Attention implementation.")] = "sdpa",
-    device: Annotated[str, typer.Option(metavar="NAME", help="Where the model runs.")] = "cpu",
-    thread_count: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="CPU threads.", show_default="torch's own choice")
-    ] = None,
+    attention: Attention = "sdpa",
+    device: Device = "cpu",
+    thread_count: ThreadCount = None,
     json: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write every time as JSON; - prints it.", show_default=False)
     ] = None,

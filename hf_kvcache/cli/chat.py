@@ -20,7 +20,19 @@ from transformers import StoppingCriteria, TextStreamer
 from ..evaluate.measure import cache_argument
 from ..sizing.units import show_bytes
 from ..specs import parse_spec
-from .common import INTERRUPTED, Wrong, check_paths, learned_positions, load, threads, write_json
+from .common import (
+    INTERRUPTED,
+    Attention,
+    Device,
+    GgufFile,
+    ThreadCount,
+    Wrong,
+    check_paths,
+    learned_positions,
+    load,
+    threads,
+    write_json,
+)
 
 HELP = "/reset forgets the conversation, /quit (or end of input) ends it, Ctrl-C stops an answer"
 _MARK = "\u2063reply\u2063"  # stands for an answer while the template is asked what follows one
@@ -35,15 +47,11 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of an answer at most.")] = 256,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most probable token.")] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the sampling.")] = 0,
-    gguf_file: Annotated[
-        str | None, typer.Option(metavar="F", help="The GGUF file of that model to load.", show_default=False)
-    ] = None,
+    gguf_file: GgufFile = None,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the model: fp32, bf16 or fp16.")] = "fp32",
-    attention: Annotated[str, typer.Option(metavar="NAME", help="Attention implementation.")] = "sdpa",
-    device: Annotated[str, typer.Option(metavar="NAME", help="Where the model runs.")] = "cpu",
-    thread_count: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="CPU threads.", show_default="torch's own choice")
-    ] = None,
+    attention: Attention = "sdpa",
+    device: Device = "cpu",
+    thread_count: ThreadCount = None,
     json: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write turns and bytes as JSON.", show_default=False)
     ] = None,

@@ -9,19 +9,30 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
+import typer
 import typer.core
 from rich.console import Console
 from rich.table import Table
 
 from ..sizing.presets import PRESETS
-from ..sizing.units import read_dtype
+from ..sizing.units import known_device, read_dtype
 from ..specs import SpecError, parse_spec
 
 INTERRUPTED = 130  # as a shell reports Ctrl-C
+
+# Options that several subcommands have.
+GgufFile = Annotated[
+    str | None, typer.Option(metavar="F", help="The GGUF file of that model to load.", show_default=False)
+]
+Attention = Annotated[str, typer.Option(metavar="NAME", help="Attention implementation.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="Where the model runs.")]
+ThreadCount = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="CPU threads.", show_default="torch's own choice")
+]
 
 
 class Wrong(Exception):
@@ -94,6 +105,12 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
 def note(text: str) -> None:
     """A remark beside the result, on standard error."""
     print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def quiet() -> None:
+    """No bars of transformers' own where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
 
 
 def check_paths(*paths: Path | None, picture: Path | None = None) -> None:
@@ -175,11 +192,9 @@ def threads(count: int | None) -> None:
 def check_device(name: str) -> None:
     """Raise `Wrong` for devices that this machine, or this build of torch, does not have."""
     try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise Wrong(f"--device {name}: torch knows no such device; cpu, cuda or cuda:0 are some") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise Wrong(f"--device {name}: this torch sees no CUDA device; give --device cpu, or install one built for it")
+        known_device(name)
+    except ValueError as error:
+        raise Wrong(f"--device {error}") from error
 
 
 def load(
@@ -197,8 +212,7 @@ def load(
     check_device(device)
     source = {} if gguf_file is None else {"gguf_file": gguf_file}
     transformers.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
+    quiet()
     try:
         chosen = read_dtype(dtype)
         tokenizer = AutoTokenizer.from_pretrained(model, **source)

@@ -14,16 +14,28 @@ from ..evaluate.report import headline, markdown, plain, rows
 from ..evaluate.run import CACHES, show_progress
 from ..evaluate.texts import read
 from ..specs import codecs, policies
-from .common import INTERRUPTED, Wrong, check_caches, check_length, check_paths, load, say, threads, write_json
+from .common import (
+    INTERRUPTED,
+    Attention,
+    Device,
+    GgufFile,
+    ThreadCount,
+    Wrong,
+    check_caches,
+    check_length,
+    check_paths,
+    load,
+    say,
+    threads,
+    write_json,
+)
 
 _KNOWN = f"policies {', '.join(policies())} and codecs {', '.join(codecs())}, joined with +, arguments after a colon"
 
 
 def evaluate(
     model: Annotated[str, typer.Option(metavar="NAME", help="A Hub id or a folder.", show_default=False)],
-    gguf_file: Annotated[
-        str | None, typer.Option(metavar="F", help="The GGUF file of that model to load.", show_default=False)
-    ] = None,
+    gguf_file: GgufFile = None,
     text: Annotated[
         list[str] | None,
         typer.Option(metavar="T...", help=f"Files, or texts of Python: {', '.join(TEXTS)}.", show_default="topics"),
@@ -39,11 +51,9 @@ def evaluate(
         bool, typer.Option("--shared-prompt", help="Caches that keep every token share one prompt pass.")
     ] = False,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the model: float32, bfloat16, float16.")] = "float32",
-    attention: Annotated[str, typer.Option(metavar="NAME", help="Attention implementation.")] = "sdpa",
-    device: Annotated[str, typer.Option(metavar="NAME", help="Where the model runs.")] = "cpu",
-    thread_count: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="CPU threads.", show_default="torch's own choice")
-    ] = None,
+    attention: Attention = "sdpa",
+    device: Device = "cpu",
+    thread_count: ThreadCount = None,
     json: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write all figures as JSON; - prints them.", show_default=False)
     ] = None,

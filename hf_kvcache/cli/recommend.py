@@ -28,6 +28,8 @@ from ..sizing.recommend import (
 from ..specs import parse_spec
 from .common import (
     INTERRUPTED,
+    GgufFile,
+    ThreadCount,
     Wrong,
     check_caches,
     check_length,
@@ -87,12 +89,8 @@ def recommend(
         typer.Option(metavar="NAME", help="Attention implementation.", show_default="sdpa, or eager without it"),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Where it is measured.")] = "cpu",
-    gguf_file: Annotated[
-        str | None, typer.Option(metavar="F", help="The GGUF file of that model to load.", show_default=False)
-    ] = None,
-    thread_count: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="CPU threads.", show_default="torch's own choice")
-    ] = None,
+    gguf_file: GgufFile = None,
+    thread_count: ThreadCount = None,
     json: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write candidates and measurements.", show_default=False)
     ] = None,

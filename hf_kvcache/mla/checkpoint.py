@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..evaluate.texts import read
+from ..sizing.units import known_device
 from .convert import MLAReport, convert_to_mla
 from .distill import distill_layers
 from .export import ExportReport, export_deepseek_v3
@@ -96,7 +97,8 @@ def convert_checkpoint(
     kind = DTYPES[out_dtype or dtype]
     where: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     check_share(kv_keep)
-    _check_device(device)
+    if device != "auto":
+        known_device(device)
     check_room(out, _bytes_of(os.fspath(source), kind, where), overwrite, source)
 
     tell("loading", 0, 1)
@@ -202,17 +204,6 @@ def _load(source: str, dtype: torch.dtype, device: str, where: dict[str, Any]) -
     if device != "auto":
         model.to(device)
     return model.eval(), tokenizer
-
-
-def _check_device(device: str) -> None:
-    if device == "auto":
-        return
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"`device` must be auto, cpu, cuda or cuda:0, got {device!r}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"there is no {device!r} here: this torch has no CUDA, or finds no GPU. Use 'cpu'")
 
 
 def _spread(tokenizer: Any, text: str, count: int, tokens: int, name: str) -> list[torch.Tensor]:

@@ -56,3 +56,16 @@ def read_dtype(text: str) -> torch.dtype:
     if text not in DTYPES:
         raise ValueError(f"unknown dtype {text!r}: one of {', '.join(DTYPES)}")
     return DTYPES[text]
+
+
+def known_device(name: str) -> torch.device:
+    """The device, if this machine and this build of torch have it. Raises `ValueError`."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: torch knows no such device; cpu, cuda or cuda:0 are some") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"{name}: this torch sees no CUDA device; give --device cpu (`device='cpu'`), or install one built for it"
+        )
+    return device
